@@ -1,0 +1,307 @@
+"""Every error of this package. Each says what became of the data and what to do next.
+
+    CheckFreqError
+    |-- BadLocation              the path or URL cannot be used; nothing was read or written
+    |-- UnsupportedOption        a DCP option that would break a promise; nothing was written
+    |-- UnsupportedState         the state holds something that could not be loaded again; not written
+    |-- SnapshotFailed           no snapshot buffer; nothing was written
+    |-- SaveFailed               this save is not published, earlier checkpoints are untouched
+    |   |-- CheckpointExists     a whole checkpoint is there already and stays
+    |   |-- WriteFailed          a shard file could not be written; it was removed
+    |   |-- ItemsMissing         something planned was not written; not published
+    |   |-- ReplicasDiffer       ranks hold different values under one key; not published
+    |   |-- PlanCacheStale       ranks disagree about the cached plan; not published, plan again
+    |   |-- PublishUnknown       the commit got no answer; nothing was deleted
+    |   `-- TooManyFailures      several saves in a row failed
+    |-- LoadFailed               nothing usable was loaded; the text says if targets were touched
+    |   |-- BrokenMetadata       `.metadata` is missing, cut short, damaged or not a checkpoint's
+    |   |-- NewerFormat          written by a newer version of this package
+    |   |-- BrokenShard          a shard file is missing, short or fails its digest
+    |   |-- DtypeDiffers         saved and wanted dtypes differ
+    |   |-- UnsafePickle         a byte item needs code to unpickle; it was not run
+    |   `-- StateMismatch        the checkpoint and the state to restore do not fit together
+    `-- RecoveryFailed           no checkpoint was chosen; storage is untouched
+        |-- StepNotFound         the step that was asked for is not there or not whole
+        |-- NoValidCheckpoint    checkpoints are there, none is whole
+        |-- StepsExist           a fresh run would write among another run's steps
+        `-- RootDiffers          the ranks do not see the same root
+
+Ranks gather errors by pickle, so fields are positional and the text is made in ``__str__``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+
+class CheckFreqError(Exception):
+    """Base of all errors of this package. ``exit_code`` is what a command line tool returns."""
+
+    exit_code = 10
+
+
+class BadLocation(CheckFreqError):
+    """The path or URL cannot be used. Nothing was read or written."""
+
+    exit_code = 11
+
+    def __init__(self, location: str, why: str) -> None:
+        super().__init__(location, why)
+        self.location, self.why = location, why
+
+    def __str__(self) -> str:
+        return f"{self.location!r}: {self.why}"
+
+
+class UnsupportedOption(CheckFreqError):
+    """An option that would break a promise of this storage. Nothing was written."""
+
+    exit_code = 12
+
+    def __init__(self, option: str, why: str) -> None:
+        super().__init__(option, why)
+        self.option, self.why = option, why
+
+    def __str__(self) -> str:
+        return f"{self.option} is not supported: {self.why}"
+
+
+class UnsupportedState(CheckFreqError):
+    """The state holds something that could not be loaded again. Nothing was published."""
+
+    exit_code = 13
+
+    def __init__(self, key: str, kind: str, why: str) -> None:
+        super().__init__(key, kind, why)
+        self.key, self.kind, self.why = key, kind, why
+
+    def __str__(self) -> str:
+        return f"{self.key!r} is a {self.kind}: {self.why}. Nothing was published"
+
+
+class SnapshotFailed(CheckFreqError):
+    """The state could not be copied into a snapshot buffer. Nothing was written."""
+
+    exit_code = 14
+
+    def __init__(self, why: str) -> None:
+        super().__init__(why)
+        self.why = why
+
+    def __str__(self) -> str:
+        return f"no snapshot was taken: {self.why}"
+
+
+class SaveFailed(CheckFreqError):
+    """This save is not published. Earlier checkpoints are untouched."""
+
+    exit_code = 20
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(where, why)
+        self.where, self.why = where, why
+
+    def __str__(self) -> str:
+        return f"{self.where}: not saved: {self.why}"
+
+
+class CheckpointExists(SaveFailed):
+    """A whole checkpoint is there already. It stays; the new one was not published."""
+
+    exit_code = 21
+
+    def __init__(self, where: str) -> None:
+        super().__init__(where, "a whole checkpoint is there already")
+
+    def __reduce__(self) -> tuple[type, tuple[str]]:
+        return type(self), (self.where,)
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where} holds a whole checkpoint, which was left as it is. "
+            "Save elsewhere, or pass overwrite=True to replace it atomically"
+        )
+
+
+class WriteFailed(SaveFailed):
+    """A shard file could not be written. It was removed again."""
+
+    exit_code = 22
+
+
+class ItemsMissing(SaveFailed):
+    """Something that was planned was not written, so nothing was published."""
+
+    exit_code = 23
+
+    def __init__(self, where: str, missing: Sequence[str]) -> None:
+        super().__init__(where, f"{len(missing)} planned items were not written")
+        self.missing = tuple(missing)
+
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
+        return type(self), (self.where, self.missing)
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.missing[:5]) + (" ..." if len(self.missing) > 5 else "")
+        return f"{self.where}: not published, {len(self.missing)} items were not written: {shown}"
+
+
+class ReplicasDiffer(SaveFailed):
+    """Ranks hold different values under one key; saving would keep only one of them."""
+
+    exit_code = 24
+
+    def __init__(self, where: str, keys: Sequence[str]) -> None:
+        super().__init__(where, f"{len(keys)} keys differ between ranks")
+        self.keys = tuple(keys)
+
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
+        return type(self), (self.where, self.keys)
+
+    def __str__(self) -> str:
+        shown = ", ".join(self.keys[:5]) + (" ..." if len(self.keys) > 5 else "")
+        return (
+            f"{self.where}: not published, these keys hold different values on different ranks "
+            f"and only one of them would be kept: {shown}. Wrap such values in PerRank, "
+            "or make the ranks agree"
+        )
+
+
+class PlanCacheStale(SaveFailed):
+    """The ranks disagree about the cached plan. Nothing was written; the next save plans anew."""
+
+    exit_code = 25
+
+
+class PublishUnknown(SaveFailed):
+    """The commit got no clear answer: the checkpoint may or may not be there. Nothing was deleted."""
+
+    exit_code = 26
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where}: no clear answer while publishing ({self.why}). "
+            "Nothing was deleted; the next scan tells whether it landed"
+        )
+
+
+class TooManyFailures(SaveFailed):
+    """Several saves in a row failed. The last published checkpoint is untouched."""
+
+    exit_code = 27
+
+
+class LoadFailed(CheckFreqError):
+    """The checkpoint could not be loaded."""
+
+    exit_code = 30
+
+    def __init__(self, where: str, why: str) -> None:
+        super().__init__(where, why)
+        self.where, self.why = where, why
+
+    def __str__(self) -> str:
+        return f"{self.where}: not loaded: {self.why}"
+
+
+class BrokenMetadata(LoadFailed):
+    """``.metadata`` is missing, cut short, damaged or not a checkpoint's. No target was touched."""
+
+    exit_code = 31
+
+
+class NewerFormat(LoadFailed):
+    """Written by a newer version of this package. No target was touched."""
+
+    exit_code = 32
+
+
+class BrokenShard(LoadFailed):
+    """A shard file is missing, short or fails its digest.
+
+    The bytes that failed never reach a target, but targets loaded before them keep their new
+    values: initialise the state again, or restore an older checkpoint into all of it.
+    """
+
+    exit_code = 33
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where}: {self.why}. The damaged bytes were not loaded, but part of the state "
+            "may hold the checkpoint's values: restore an older checkpoint, or start it afresh"
+        )
+
+
+class DtypeDiffers(LoadFailed):
+    """Saved and wanted dtypes differ. No target was touched."""
+
+    exit_code = 34
+
+    def __init__(self, where: str, pairs: Sequence[str]) -> None:
+        super().__init__(where, f"{len(pairs)} dtypes differ")
+        self.pairs = tuple(pairs)
+
+    def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
+        return type(self), (self.where, self.pairs)
+
+    def __str__(self) -> str:
+        shown = "; ".join(self.pairs[:5]) + (" ..." if len(self.pairs) > 5 else "")
+        return (
+            f"{self.where}: nothing was loaded, {len(self.pairs)} tensors were saved with another "
+            f"dtype: {shown}. Pass allow_dtype_cast=True to convert while loading"
+        )
+
+
+class UnsafePickle(LoadFailed):
+    """A byte item needs arbitrary code to unpickle. The code was not run."""
+
+    exit_code = 35
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where}: {self.why}. Its code was not run. If you trust whoever wrote this "
+            "checkpoint, pass allow_pickle=True"
+        )
+
+
+class StateMismatch(LoadFailed):
+    """The checkpoint and the state to restore do not fit together. No target was touched."""
+
+    exit_code = 36
+
+
+class RecoveryFailed(CheckFreqError):
+    """No checkpoint was chosen. Storage is untouched."""
+
+    exit_code = 40
+
+    def __init__(self, root: str, why: str) -> None:
+        super().__init__(root, why)
+        self.root, self.why = root, why
+
+    def __str__(self) -> str:
+        return f"{self.root}: {self.why}"
+
+
+class StepNotFound(RecoveryFailed):
+    """The step that was asked for is not there or not whole."""
+
+    exit_code = 41
+
+
+class NoValidCheckpoint(RecoveryFailed):
+    """Checkpoints are there, but none is whole. Starting afresh must be asked for."""
+
+    exit_code = 42
+
+
+class StepsExist(RecoveryFailed):
+    """A run that did not restore would write among the steps of another run."""
+
+    exit_code = 43
+
+
+class RootDiffers(RecoveryFailed):
+    """The ranks do not see the same root, so no checkpoint of theirs could ever be whole."""
+
+    exit_code = 44

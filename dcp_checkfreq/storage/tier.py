@@ -1,0 +1,112 @@
+"""What a storage must be able to do, and what each call promises.
+
+A tier is one folder. Names are plain file names inside it (no separators); `child` goes down.
+All promises are those that a crash or power loss cannot take back, unless said otherwise.
+
+A missing name raises `FileNotFoundError`, a taken one `FileExistsError`; anything else that goes
+wrong is the storage's own `OSError`. Tiers hold no locks and no cached listings: every call asks
+the storage. All calls may be made from several threads at once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One name in a folder."""
+
+    name: str
+    is_folder: bool
+    size_bytes: int  # 0 for folders
+    modified_s: float  # seconds since the epoch by the storage's clock; never decides validity
+
+
+@runtime_checkable
+class RangeReader(Protocol):
+    """An open file. Close it when done; may be shared by threads."""
+
+    size_bytes: int
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``[offset, offset + len(target))``.
+
+        Raises:
+            EOFError: the file ends before that range does; ``target`` is then undefined.
+        """
+        ...
+
+    def close(self) -> None:
+        """Give the file back. May be called twice."""
+        ...
+
+
+@runtime_checkable
+class Tier(Protocol):
+    """One folder of a storage."""
+
+    @property
+    def location(self) -> str:
+        """Where this is, as a person would write it."""
+        ...
+
+    def child(self, name: str) -> Tier:
+        """Return the tier of the folder ``name`` inside this one. Touches nothing."""
+        ...
+
+    def make(self) -> None:
+        """Make this folder and its parents exist, durably. No error if they do."""
+        ...
+
+    def list(self) -> list[Entry]:
+        """Return what is in the folder, in no order; empty if the folder is missing."""
+        ...
+
+    def size(self, name: str) -> int:
+        """Return the exact size of a file in bytes."""
+        ...
+
+    def read(self, name: str) -> bytes:
+        """Return the whole content of a small file."""
+        ...
+
+    def open(self, name: str) -> RangeReader:
+        """Open a file for ranged reads."""
+        ...
+
+    def write_shard(self, name: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
+        """Write a new file from ``pieces``, which add up to ``size_bytes``.
+
+        ``pieces`` is consumed in order by one thread, and each piece must stay unchanged until
+        the call returns. On return the content is durable; the name is, after `sync`.
+        On any error (also one raised by ``pieces``) no file of that name is left.
+        """
+        ...
+
+    def sync(self) -> None:
+        """Make the names of all files written so far in this folder durable."""
+        ...
+
+    def create(self, name: str, data: bytes, *, scratch: str) -> None:
+        """Make ``name`` exist with exactly ``data``: atomically, durably, and only if it is absent.
+
+        ``scratch`` is a name that no one else uses, for tiers that need a temporary file.
+        Of several callers exactly one wins. An `OSError` other than `FileExistsError` leaves
+        it open whether the name was created.
+        """
+        ...
+
+    def replace(self, name: str, data: bytes, *, scratch: str) -> None:
+        """Like `create`, but an existing file is replaced: old content or new, never a mix."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """Remove a file. No error if it is missing. Durable after `sync`."""
+        ...
+
+    def remove(self) -> None:
+        """Remove this folder if it is empty; no error if it is missing or not empty."""
+        ...
