@@ -1,0 +1,58 @@
+"""Every name that this package gives to something on storage: how it is built and how it is read.
+
+Pure. The names are part of the format: `parse_*` of a foreign name is None, never an error, so
+that a folder may hold whatever else people keep beside their checkpoints.
+"""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+METADATA = ".metadata"  # DCP's own name; its presence is the commit
+RUN_FOLDER = ".checkfreq"
+LEASE = "lease.json"
+
+_STEP = re.compile(r"step[_-]([0-9]+)", re.ASCII)
+_SHARD = re.compile(r"__([0-9]+)_([0-9]+)_([0-9a-f]{12})\.distcp", re.ASCII)
+_SCRATCH = re.compile(r"\.metadata\.([0-9a-f]{12})\.tmp", re.ASCII)
+
+
+def new_attempt() -> str:
+    """Return an id for one attempt of one rank to save: 12 hexadecimal digits."""
+    return uuid.uuid4().hex[:12]
+
+
+def step_folder(step: int) -> str:
+    """Return the folder name of a step, zero-padded so that text order is step order."""
+    if step < 0:
+        raise ValueError(f"a step must not be negative, got {step}")
+    return f"step_{step:08d}"
+
+
+def parse_step(name: str) -> int | None:
+    """Return the step of a folder name (``step_10``, ``step-10``, any padding), or None."""
+    match = _STEP.fullmatch(name)
+    return int(match[1]) if match else None
+
+
+def shard_file(rank: int, number: int, attempt: str) -> str:
+    """Return the name of a rank's ``number``-th shard file of an attempt."""
+    return f"__{rank}_{number}_{attempt}.distcp"
+
+
+def parse_shard(name: str) -> tuple[int, int, str] | None:
+    """Return ``(rank, number, attempt)`` of one of our shard names, or None."""
+    match = _SHARD.fullmatch(name)
+    return (int(match[1]), int(match[2]), match[3]) if match else None
+
+
+def scratch_metadata(attempt: str) -> str:
+    """Return the temporary name under which the commit record is written before it is linked."""
+    return f"{METADATA}.{attempt}.tmp"
+
+
+def parse_scratch(name: str) -> str | None:
+    """Return the attempt of a temporary commit record, or None."""
+    match = _SCRATCH.fullmatch(name)
+    return match[1] if match else None

@@ -1,0 +1,58 @@
+"""Reused, page-aligned buffers on huge pages, for direct I/O.
+
+Direct I/O pays only from 2 MiB pages: with 4 KiB pages a request is cut into many small ones and
+is slower than buffered writes (`docs/decisions/0001-direct-io.md`). Making such a buffer costs
+page faults, so they are kept for the life of the process: a writer made anew for every save finds
+them warm.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+BOUNCE_BYTES = 8 << 20
+HUGE_PAGE_BYTES = 2 << 20
+
+_MADV_HUGEPAGE = 14  # Linux; not in the mmap module before Python 3.13
+
+# Process-wide on purpose (see above). Bounded by the number of threads that do I/O at once.
+_idle: list[memoryview] = []
+_lock = threading.Lock()
+
+
+def huge_buffer(size_bytes: int) -> memoryview:
+    """Return a new private buffer, aligned to a huge page and backed by huge pages if it can be.
+
+    Touches no page: the memory is taken when it is first written. Freed with the last view.
+    """
+    whole = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES)
+    try:
+        whole.madvise(getattr(mmap, "MADV_HUGEPAGE", _MADV_HUGEPAGE))
+    except OSError:
+        pass  # a kernel without transparent huge pages: slower, still right
+    view = memoryview(whole)
+    skip = -address_of(view) % HUGE_PAGE_BYTES
+    return view[skip : skip + size_bytes]
+
+
+def address_of(view: memoryview) -> int:
+    """Return the memory address of a writable, non-empty view."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(view))
+
+
+@contextmanager
+def borrowed() -> Iterator[memoryview]:
+    """Lend one bounce buffer of `BOUNCE_BYTES`. Its content is whatever was there before."""
+    with _lock:
+        view = _idle.pop() if _idle else None
+    if view is None:
+        view = huge_buffer(BOUNCE_BYTES)
+    try:
+        yield view
+    finally:
+        with _lock:
+            _idle.append(view)

@@ -1,0 +1,124 @@
+"""A tier that hands every call on, with one place to step in; the base of the faulty ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Literal, TypeVar
+
+from dcp_checkfreq.storage.tier import Entry, RangeReader, Tier
+
+Verb = Literal[
+    "make",
+    "list",
+    "size",
+    "read",
+    "open",
+    "read_into",
+    "write_shard",
+    "sync",
+    "create",
+    "replace",
+    "delete",
+    "remove",
+]
+Result = TypeVar("Result")
+
+
+class ForwardingTier:
+    """Passes every call of a `Tier` to ``inner`` through `around`, which a subclass overrides.
+
+    Children are forwarding tiers of the same kind that call the same `around`, so one object
+    sees the calls of the whole tree.
+    """
+
+    def __init__(self, inner: Tier) -> None:
+        self.inner = inner
+        self._top: ForwardingTier = self
+        self._folder = ""
+
+    def around(self, verb: Verb, name: str, call: Callable[[], Result]) -> Result:
+        """Carry out one call. ``name`` is the file, or the folder for `make`, `sync` and so on.
+
+        Called from whatever thread made the call, and by several at once.
+        """
+        del verb, name
+        return call()
+
+    def around_pieces(self, name: str, pieces: Iterable[memoryview]) -> Iterable[memoryview]:
+        """Return the pieces that `write_shard` hands on. The place to fail in mid-file."""
+        del name
+        return pieces
+
+    @property
+    def location(self) -> str:
+        """Where the inner tier is."""
+        return self.inner.location
+
+    def child(self, name: str) -> ForwardingTier:
+        """Return the tier of the folder ``name``, whose calls go through the same `around`."""
+        child = ForwardingTier(self.inner.child(name))
+        child._top, child._folder = self._top, name
+        return child
+
+    def make(self) -> None:
+        """Hand on `make`."""
+        self._top.around("make", self._folder, self.inner.make)
+
+    def list(self) -> list[Entry]:
+        """Hand on `list`."""
+        return self._top.around("list", self._folder, self.inner.list)
+
+    def size(self, name: str) -> int:
+        """Hand on `size`."""
+        return self._top.around("size", name, lambda: self.inner.size(name))
+
+    def read(self, name: str) -> bytes:
+        """Hand on `read`."""
+        return self._top.around("read", name, lambda: self.inner.read(name))
+
+    def open(self, name: str) -> RangeReader:
+        """Hand on `open`; reads of the opened file go through `around` as ``read_into``."""
+        reader = self._top.around("open", name, lambda: self.inner.open(name))
+        return _ForwardingReader(self._top, name, reader)
+
+    def write_shard(self, name: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
+        """Hand on `write_shard`, with the pieces of `around_pieces`."""
+        self._top.around(
+            "write_shard",
+            name,
+            lambda: self.inner.write_shard(
+                name, self._top.around_pieces(name, pieces), size_bytes
+            ),
+        )
+
+    def sync(self) -> None:
+        """Hand on `sync`."""
+        self._top.around("sync", self._folder, self.inner.sync)
+
+    def create(self, name: str, data: bytes, *, scratch: str) -> None:
+        """Hand on `create`."""
+        self._top.around("create", name, lambda: self.inner.create(name, data, scratch=scratch))
+
+    def replace(self, name: str, data: bytes, *, scratch: str) -> None:
+        """Hand on `replace`."""
+        self._top.around("replace", name, lambda: self.inner.replace(name, data, scratch=scratch))
+
+    def delete(self, name: str) -> None:
+        """Hand on `delete`."""
+        self._top.around("delete", name, lambda: self.inner.delete(name))
+
+    def remove(self) -> None:
+        """Hand on `remove`."""
+        self._top.around("remove", self._folder, self.inner.remove)
+
+
+class _ForwardingReader:
+    def __init__(self, top: ForwardingTier, name: str, inner: RangeReader) -> None:
+        self._top, self._name, self._inner = top, name, inner
+        self.size_bytes = inner.size_bytes
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        self._top.around("read_into", self._name, lambda: self._inner.read_into(offset, target))
+
+    def close(self) -> None:
+        self._inner.close()
