@@ -13,11 +13,11 @@ asks for. The rules are weaker than those of any journaling file system on purpo
 
 from __future__ import annotations
 
-import itertools
 import random
 import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Literal, TypeAlias
 
 from dcp_checkfreq.clock import Clock, SystemClock
@@ -44,12 +44,15 @@ class _File:
     durable_bytes: int = 0  # content only grows, so the durable part is a prefix
     modified_s: float = 0.0
 
+    def sync(self) -> None:
+        self.durable_bytes = len(self.seen)
+
 
 @dataclass(frozen=True, slots=True)
 class _Change:
     """One atomic change of a folder's names: new owners by name, None for a removed name."""
 
-    owners: dict[str, _File | _Folder | None]
+    owners: _Owners
 
 
 @dataclass(eq=False, slots=True)
@@ -58,12 +61,19 @@ class _Folder:
     durable: dict[str, _File | _Folder] = field(default_factory=dict)
     pending: list[_Change] = field(default_factory=list)
 
-    def change(self, **owners: _File | _Folder | None) -> None:
+    def change(self, owners: _Owners) -> None:
         _apply(self.seen, owners)
         self.pending.append(_Change(owners))
 
+    def sync(self) -> None:
+        self.durable = dict(self.seen)
+        self.pending.clear()
 
-def _apply(names: dict[str, _File | _Folder], owners: dict[str, _File | _Folder | None]) -> None:
+
+_Owners: TypeAlias = "dict[str, _File | _Folder | None]"
+
+
+def _apply(names: dict[str, _File | _Folder], owners: _Owners) -> None:
     for name, owner in owners.items():
         if owner is None:
             names.pop(name, None)
@@ -175,9 +185,8 @@ class CrashTier:
                 if isinstance(owner, _File):
                     raise FileExistsError(f"{self.location}: {name!r} is a file")
                 if owner is None:
-                    new = {name: _Folder()}
-                    self._disk.step(f"mkdir {where}", lambda p=parent, n=new: p.change(**n))  # type: ignore[misc]
-                self._sync_folder(parent, f"sync parent of {where}")
+                    self._disk.step(f"mkdir {where}", partial(parent.change, {name: _Folder()}))
+                self._disk.step(f"sync parent of {where}", parent.sync)
 
     def list(self) -> list[Entry]:
         """Return what is in the folder, in no order; empty if the folder is missing."""
@@ -239,17 +248,18 @@ class CrashTier:
         """
         with self._disk.lock:
             self._disk.check_power()
-            self._sync_folder(self._folder(), f"sync {self._shown('')}")
+            self._disk.step(f"sync {self._shown('')}", self._folder().sync)
 
     def create(self, name: str, data: bytes, *, scratch: str) -> None:
         """Write and sync ``scratch``, link it to ``name``, unlink it, sync the folder."""
+        check_name(name)
         file = self._write_scratch(scratch, data)
         try:
             with self._disk.lock:
                 self._disk.check_power()
                 self._must_be_free(name)
                 folder = self._folder()
-                self._disk.step(f"link {self._shown(name)}", lambda: folder.change(**{name: file}))
+                self._disk.step(f"link {self._shown(name)}", lambda: folder.change({name: file}))
         except FileExistsError:
             self._unlink(scratch)
             raise
@@ -265,7 +275,7 @@ class CrashTier:
             folder = self._folder()
             self._disk.step(
                 f"rename to {self._shown(name)}",
-                lambda: folder.change(**{name: file, scratch: None}),
+                lambda: folder.change({name: file, scratch: None}),
             )
         self.sync()
 
@@ -282,9 +292,7 @@ class CrashTier:
             parent = self._find(self._path[:-1])
             if self._path and folder is not None and parent is not None and not folder.seen:
                 name = self._path[-1]
-                self._disk.step(
-                    f"rmdir {self._shown('')}", lambda: parent.change(**{name: None})
-                )
+                self._disk.step(f"rmdir {self._shown('')}", lambda: parent.change({name: None}))
 
     def after_power_loss(self, *, keep: Keep) -> MemoryTier:
         """Return what this folder holds when the machine comes up again.
@@ -334,7 +342,7 @@ class CrashTier:
             self._disk.check_power()
             self._must_be_free(name)
             folder = self._folder()
-            self._disk.step(f"new file {self._shown(name)}", lambda: folder.change(**{name: file}))
+            self._disk.step(f"new file {self._shown(name)}", lambda: folder.change({name: file}))
         return file
 
     def _append(self, file: _File, name: str, content: bytes) -> None:
@@ -344,10 +352,7 @@ class CrashTier:
         )
 
     def _sync_file(self, file: _File, name: str) -> None:
-        def settle() -> None:
-            file.durable_bytes = len(file.seen)
-
-        self._disk.step(f"sync content of {self._shown(name)}", settle)
+        self._disk.step(f"sync content of {self._shown(name)}", file.sync)
 
     def _write_scratch(self, scratch: str, data: bytes) -> _File:
         file = self._new_file(scratch)
@@ -360,16 +365,7 @@ class CrashTier:
             self._disk.check_power()
             folder = self._find(self._path)
             if folder is not None and isinstance(folder.seen.get(name), _File):
-                self._disk.step(
-                    f"unlink {self._shown(name)}", lambda: folder.change(**{name: None})
-                )
-
-    def _sync_folder(self, folder: _Folder, doing: str) -> None:
-        def settle() -> None:
-            folder.durable = dict(folder.seen)
-            folder.pending.clear()
-
-        self._disk.step(doing, settle)
+                self._disk.step(f"unlink {self._shown(name)}", lambda: folder.change({name: None}))
 
 
 def _fill(folder: _Folder, start: MemoryTier, now_s: float) -> None:
@@ -418,8 +414,3 @@ def _content_left(file: _File, keep: Keep, chance: random.Random | None) -> byte
     # The length may reach the disk before the content does: then the rest reads as zeros.
     zeros_bytes = chance.choice([0, unsynced_bytes - kept_bytes])
     return durable + kept + bytes(zeros_bytes)
-
-
-def crash_points(steps: int | None = None) -> Iterable[int]:
-    """Return 0, 1, 2 ... for the loop that fails at every step, up to ``steps`` if it is given."""
-    return itertools.count() if steps is None else range(steps)

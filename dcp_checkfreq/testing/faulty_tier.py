@@ -105,6 +105,9 @@ def _cut_off(fault: Fault, name: str, pieces: Iterable[memoryview]) -> Iterator[
     raise _injected(fault, name)
 
 
+HELD_BY_DEFAULT: tuple[Verb, ...] = ("write_shard",)
+
+
 class GatedTier(ForwardingTier):
     """Holds chosen calls before they reach ``inner``, until `release`. For saves kept in flight.
 
@@ -115,7 +118,7 @@ class GatedTier(ForwardingTier):
         self,
         inner: Tier,
         *,
-        verbs: Collection[Verb] = ("write_shard",),
+        verbs: Collection[Verb] = HELD_BY_DEFAULT,
         name: str = "*",
         timeout_s: float = 60.0,
     ) -> None:

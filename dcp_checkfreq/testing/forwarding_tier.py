@@ -86,9 +86,7 @@ class ForwardingTier:
         self._top.around(
             "write_shard",
             name,
-            lambda: self.inner.write_shard(
-                name, self._top.around_pieces(name, pieces), size_bytes
-            ),
+            lambda: self.inner.write_shard(name, self._top.around_pieces(name, pieces), size_bytes),
         )
 
     def sync(self) -> None:

@@ -102,7 +102,9 @@ class MemoryTier:
         """Return what is in the folder, in no order; empty if the folder is missing."""
         with self._tree.lock:
             entries = [
-                Entry(name, is_folder=False, size_bytes=len(file.content), modified_s=file.modified_s)
+                Entry(
+                    name, is_folder=False, size_bytes=len(file.content), modified_s=file.modified_s
+                )
                 for name, file in self._tree.folders.get(self._path, {}).items()
             ]
             entries += [

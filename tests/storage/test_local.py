@@ -1,0 +1,112 @@
+"""`LocalTier` keeps the promises of a tier: on disk and in memory, with direct I/O and without."""
+
+import errno
+import os
+import pathlib
+import shutil
+import subprocess
+import uuid
+
+import pytest
+
+from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.testing import TierSuite
+
+SHM = "/dev/shm"
+
+
+class LocalSuite(TierSuite):
+    direct_io: bool | None = None
+
+    def make_tier(self, tmp_path):
+        return LocalTier(tmp_path / "root", direct_io=self.direct_io)
+
+    def raw_files(self, tier, tmp_path):
+        files = {}
+        for folder, _, names in os.walk(tmp_path / "root"):
+            for name in names:
+                path = os.path.join(folder, name)
+                with open(path, "rb") as file:
+                    files[os.path.relpath(path, tmp_path / "root")] = file.read()
+        return files
+
+
+class OnShm:
+    @pytest.fixture
+    def tmp_path(self):
+        if not os.path.isdir(SHM):
+            pytest.skip(f"no {SHM} here")
+        path = pathlib.Path(SHM, f"checkfreq-test-{uuid.uuid4().hex}")
+        path.mkdir()
+        yield path
+        shutil.rmtree(path)
+
+
+class TestOnDiskChoosing(LocalSuite):
+    direct_io = None
+
+
+class TestOnDiskDirect(LocalSuite):
+    direct_io = True
+
+
+class TestOnDiskBuffered(LocalSuite):
+    direct_io = False
+
+
+class TestOnTmpfsChoosing(OnShm, LocalSuite):
+    direct_io = None
+
+
+class TestOnTmpfsDirect(OnShm, LocalSuite):
+    direct_io = True
+
+
+class TestOnTmpfsBuffered(OnShm, LocalSuite):
+    direct_io = False
+
+
+@pytest.mark.parametrize("direct_io", [True, False])
+@pytest.mark.parametrize("given_bytes", [0, 5_000_000, 5_000_002])
+def test_pieces_that_do_not_add_up_leave_no_file(tmp_path, given_bytes, direct_io):
+    tier = LocalTier(tmp_path, direct_io=direct_io)
+    with pytest.raises((OSError, ValueError)):
+        tier.write_shard("a", [memoryview(bytes(given_bytes))], 5_000_001)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.fixture
+def full_disk(tmp_path):
+    """A file system of 8 MiB, so that it really runs out of space."""
+    path = tmp_path / "small"
+    path.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8M", "tmpfs", str(path)]
+    mounted = subprocess.run(command, capture_output=True, text=True, check=False)
+    if mounted.returncode:
+        pytest.skip(f"cannot mount a small tmpfs here: {mounted.stderr.strip()}")
+    yield path
+    subprocess.run(["umount", str(path)], check=True)
+
+
+@pytest.mark.parametrize("direct_io", [True, False])
+def test_a_full_disk_raises_enospc_and_gives_the_space_back(full_disk, direct_io):
+    tier = LocalTier(full_disk, direct_io=direct_io)
+    tier.create("old", b"kept", scratch="s")
+    size_bytes = 9 << 20
+    with pytest.raises(OSError, match="space") as caught:
+        tier.write_shard("a", (memoryview(bytes(1 << 20)) for _ in range(9)), size_bytes)
+    assert caught.value.errno == errno.ENOSPC
+    assert [entry.name for entry in tier.list()] == ["old"]
+    with pytest.raises(OSError, match="space"):
+        tier.create("b", bytes(size_bytes), scratch="s")
+    assert [entry.name for entry in tier.list()] == ["old"]
+    tier.write_shard("a", [memoryview(bytes(7 << 20))], 7 << 20)
+    assert tier.read("old") == b"kept"
+
+
+def test_a_link_to_a_folder_is_a_folder_and_a_dead_link_is_no_file(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "to folder").symlink_to("real")
+    (tmp_path / "dead").symlink_to("nowhere")
+    listed = {entry.name: entry.is_folder for entry in LocalTier(tmp_path).list()}
+    assert listed == {"real": True, "to folder": True}
