@@ -1,0 +1,53 @@
+"""The life of one attempt to save, on one rank, as a table. Pure."""
+
+from __future__ import annotations
+
+from enum import Enum
+
+
+class Phase(Enum):
+    """Where an attempt stands."""
+
+    IDLE = "nothing on storage"
+    WRITING = "files that nobody names"
+    WRITTEN = "durable files that nobody names"
+    PUBLISHED = "a whole checkpoint"
+    ABANDONED = "nothing, its files were removed"
+    UNKNOWN = "the commit got no answer: maybe a whole checkpoint"
+
+
+class Event(Enum):
+    """What happened to an attempt."""
+
+    BEGAN = "this rank starts to write"
+    WROTE = "this rank's files are durable"
+    FAILED = "this rank, or the save as a whole, failed for certain"
+    CREATED = "the commit record exists and is durable"
+    NO_ANSWER = "the commit call ended without a clear answer"
+
+
+NEXT: dict[tuple[Phase, Event], Phase] = {
+    (Phase.IDLE, Event.BEGAN): Phase.WRITING,
+    (Phase.WRITING, Event.WROTE): Phase.WRITTEN,
+    (Phase.WRITING, Event.FAILED): Phase.ABANDONED,
+    (Phase.WRITTEN, Event.CREATED): Phase.PUBLISHED,
+    (Phase.WRITTEN, Event.FAILED): Phase.ABANDONED,
+    (Phase.WRITTEN, Event.NO_ANSWER): Phase.UNKNOWN,
+    (Phase.UNKNOWN, Event.CREATED): Phase.PUBLISHED,
+}
+
+
+def advance(phase: Phase, event: Event) -> Phase:
+    """Return the phase after ``event``.
+
+    Raises:
+        AssertionError: no such move; it would be a bug of this package.
+    """
+    following = NEXT.get((phase, event))
+    assert following is not None, f"{event.name} cannot happen in {phase.name}"
+    return following
+
+
+def may_delete(phase: Phase) -> bool:
+    """Tell whether the files of an attempt can be part of no checkpoint, now or later."""
+    return phase in (Phase.WRITING, Phase.WRITTEN)

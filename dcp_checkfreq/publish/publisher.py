@@ -1,0 +1,53 @@
+"""Creates the commit record on a tier, and finds out what happened when the answer is lost."""
+
+from __future__ import annotations
+
+import errno
+
+from dcp_checkfreq.errors import CheckpointExists, PublishUnknown, SaveFailed
+from dcp_checkfreq.format.names import METADATA, scratch_metadata
+from dcp_checkfreq.storage.tier import Tier
+
+# Errors after which the storage is sure that it created nothing.
+_REFUSED = {
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.EROFS,
+    errno.EACCES,
+    errno.EPERM,
+    errno.ENOENT,
+    errno.EFBIG,
+}
+
+
+def publish(tier: Tier, record: bytes, *, attempt: str, overwrite: bool) -> None:
+    """Make ``record`` the commit record of the folder. On return the checkpoint is durable.
+
+    Raises:
+        CheckpointExists: another checkpoint is there, and ``overwrite`` is False.
+        SaveFailed: the storage refused; nothing was created.
+        PublishUnknown: no clear answer, also not on a second look. Delete nothing.
+    """
+    commit = tier.replace if overwrite else tier.create
+    try:
+        commit(METADATA, record, scratch=scratch_metadata(attempt))
+    except FileExistsError as error:
+        raise CheckpointExists(tier.location) from error
+    except OSError as error:
+        _settle(tier, record, error)
+
+
+def _settle(tier: Tier, record: bytes, error: OSError) -> None:
+    """After an unclear answer: return if ``record`` is there and durable, raise otherwise."""
+    try:
+        ours = tier.read(METADATA) == record
+        if ours:
+            tier.sync()
+            return
+    except FileNotFoundError:
+        pass
+    except OSError as second:
+        raise PublishUnknown(tier.location, f"{error}, then {second}") from error
+    if error.errno in _REFUSED:
+        raise SaveFailed(tier.location, f"the commit record could not be written: {error}") from error
+    raise PublishUnknown(tier.location, str(error)) from error

@@ -1,0 +1,1 @@
+"""Tensors and byte items to pieces of shard files, and back."""

@@ -1,0 +1,161 @@
+"""What DCP hands over (tensors, byte streams) as payloads: flat bytes that are written as they lie.
+
+A tensor's payload is its elements in C order. CPU tensors that already lie so are not copied.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import io
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dcp_checkfreq.errors import UnsupportedState
+from dcp_checkfreq.format.digest import block_bytes, digest
+from dcp_checkfreq.format.envelope import Envelope, Envelopes
+from dcp_checkfreq.shards.assign import Extent, Placement
+
+_NO_ENVELOPE = Envelope(b"", 0, b"")
+
+
+@dataclass(slots=True)
+class Item:
+    """One payload to write, and what becomes known of it while it is written."""
+
+    source: torch.Tensor | memoryview
+    envelope: Envelope
+    payload_bytes: int
+    block: int = 0  # digest block in bytes
+    digests: list[int] = field(default_factory=list)
+    same_as: int | None = None  # position of an earlier item with the same memory
+
+    @property
+    def extent(self) -> Extent:
+        """The sizes that decide where the item goes."""
+        return Extent(len(self.envelope.prefix), self.payload_bytes, len(self.envelope.suffix))
+
+
+def byte_item(stream: io.BytesIO) -> Item:
+    """Make an item of a stream that a planner has already serialised."""
+    view = stream.getbuffer()
+    return Item(view, _NO_ENVELOPE, len(view), block_bytes(len(view)))
+
+
+def check_storable(tensor: torch.Tensor, key: str) -> None:
+    """Raise `UnsupportedState` for a tensor whose elements cannot be written or loaded again."""
+    kind = type(tensor).__name__
+    if hasattr(tensor, "__tensor_flatten__"):
+        raise UnsupportedState(
+            key,
+            kind,
+            "a wrapper subclass has no bytes of its own. Save its inner tensors under keys of "
+            "their own, or a dequantised copy",
+        )
+    if tensor.layout != torch.strided:
+        raise UnsupportedState(key, f"{tensor.layout} tensor", "save a dense copy, or its parts")
+    if tensor.device.type == "meta":
+        raise UnsupportedState(key, "meta tensor", "it has no data: materialise it first")
+    if tensor.is_quantized:
+        raise UnsupportedState(key, "quantized tensor", "save int_repr(), scale and zero point")
+
+
+def tensor_item(tensor: torch.Tensor, key: str, envelopes: Envelopes) -> Item:
+    """Make an item of a tensor of any device; no bytes are copied yet.
+
+    Raises:
+        UnsupportedState: see `check_storable`.
+    """
+    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
+        check_storable(tensor, key)
+    elif tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+        check_storable(tensor, key)
+    envelope = envelopes.get(tensor.dtype, tuple(tensor.shape))
+    size = envelope.payload_bytes
+    return Item(tensor, envelope, size, block_bytes(size))
+
+
+def same_memory(tensor: torch.Tensor) -> tuple[object, ...]:
+    """Return a value that two tensors share only if they are the same elements of the same memory."""
+    return (
+        tensor.data_ptr(),
+        tensor.device,
+        tensor.dtype,
+        tensor.shape,
+        tensor.stride(),
+        tensor.is_conj(),
+        tensor.is_neg(),
+    )
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """Return the tensor as plain C-ordered CPU memory, copied only where it is not that already."""
+    plain = tensor.detach()
+    if plain.is_conj() or plain.is_neg():
+        plain = plain.resolve_conj().resolve_neg()
+    if not plain.is_cpu:
+        plain = plain.cpu()
+    return plain.contiguous()
+
+
+def bytes_of(tensor: torch.Tensor) -> memoryview:
+    """Return the memory of a C-ordered CPU tensor as a flat writable view of bytes.
+
+    Works for every dtype. The view, and every slice of it, keeps the tensor alive.
+    """
+    size = tensor.nbytes
+    if not size:
+        return memoryview(b"")
+    memory: Any = (ctypes.c_char * size).from_address(tensor.data_ptr())
+    memory.owner = tensor
+    return memoryview(memory).cast("B")
+
+
+def pieces(items: list[Item], placement: Placement) -> Iterator[memoryview]:
+    """Yield the content of one shard file in order, filling in ``item.digests`` on the way.
+
+    A block is digested right before it is yielded, so that whoever writes it finds it in cache.
+    A tensor that is not plain CPU memory is copied when its turn comes, and the copy is freed with
+    the last piece of it.
+    """
+    glue: dict[tuple[bytes, int, bytes], memoryview] = {}
+    end, tail = 0, b""
+    for position, start in zip(placement.items, placement.starts, strict=True):
+        item = items[position]
+        envelope = item.envelope
+        key = (tail, start - end, envelope.prefix)
+        between = glue.get(key)
+        if between is None:
+            between = glue[key] = memoryview(tail + bytes(start - end) + envelope.prefix)
+        yield between
+        tail = envelope.suffix
+        end = start + len(envelope.prefix) + item.payload_bytes + len(tail)
+        source = item.source
+        if not isinstance(source, memoryview):
+            source = dense(source)
+            yield from _digested(bytes_of(source), item)
+        else:
+            yield from _digested(source, item)
+    yield memoryview(tail + bytes(placement.size_bytes - end))
+
+
+def _digested(payload: memoryview, item: Item) -> Iterator[memoryview]:
+    block, size = item.block, len(payload)
+    if size <= block:
+        if size:
+            item.digests = [digest(payload)]
+            yield payload
+        return
+    digests: list[int] = []
+    # Handed on in runs of whole blocks, so that small blocks do not make many small pieces.
+    run = max(_RUN_BYTES // block, 1) * block
+    for begin in range(0, size, run):
+        stop = min(begin + run, size)
+        digests += [digest(payload[at : min(at + block, stop)]) for at in range(begin, stop, block)]
+        yield payload[begin:stop]
+    item.digests = digests
+
+
+_RUN_BYTES = 4 << 20  # fits the cache between digest and copy

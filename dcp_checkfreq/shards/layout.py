@@ -1,0 +1,89 @@
+"""From a save plan to items in files, and the report of one rank that travels to the coordinator."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch.distributed.checkpoint.metadata import MetadataIndex
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+
+from dcp_checkfreq.format.envelope import Envelopes
+from dcp_checkfreq.shards.assign import Placement, assign_files, place
+from dcp_checkfreq.shards.codec import Item, byte_item, same_memory, tensor_item
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport:
+    """What one rank wrote. Parallel columns, one entry per item: cheap to pickle."""
+
+    files: dict[str, int]  # name: size in bytes
+    indices: list[MetadataIndex]
+    file_name: list[str]
+    start: list[int]  # of the item, bytes from the start of the file
+    item_bytes: list[int]
+    payload_offset: list[int]
+    payload_bytes: list[int]
+    block_bytes: list[int]
+    digests: list[list[int]]
+
+
+def resolve(plan: SavePlan, planner: SavePlanner, envelopes: Envelopes) -> list[Item]:
+    """Ask the planner for every item of the plan, in order.
+
+    Items that are the very same memory (tied weights) are marked, so that it is written once.
+
+    Raises:
+        UnsupportedState: an item cannot be written or loaded again.
+    """
+    items: list[Item] = []
+    seen: dict[tuple[object, ...], int] = {}
+    for write_item in plan.items:
+        data = planner.resolve_data(write_item)
+        if isinstance(data, io.BytesIO):
+            items.append(byte_item(data))
+            continue
+        item = tensor_item(data, write_item.index.fqn, envelopes)
+        if item.payload_bytes:
+            identity = same_memory(data)
+            item.same_as = seen.setdefault(identity, len(items))
+            if item.same_as == len(items):
+                item.same_as = None
+        items.append(item)
+    return items
+
+
+def lay_out(items: Sequence[Item], max_files: int) -> list[Placement]:
+    """Spread the items over files. Items that are the same memory as another get no place."""
+    own = [position for position, item in enumerate(items) if item.same_as is None]
+    extents = [item.extent for item in items]
+    groups = assign_files([items[position].payload_bytes for position in own], max_files)
+    return [place([own[member] for member in group], extents) for group in groups]
+
+
+def report(
+    plan: SavePlan, items: Sequence[Item], placements: Sequence[Placement], names: Sequence[str]
+) -> RankReport:
+    """Say where every item of the plan is, after all of them were written."""
+    where: dict[int, tuple[str, int]] = {}
+    for name, placement in zip(names, placements, strict=True):
+        for position, start in zip(placement.items, placement.starts, strict=True):
+            where[position] = (name, start)
+    made = RankReport(
+        {name: placement.size_bytes for name, placement in zip(names, placements, strict=True)},
+        [write_item.index for write_item in plan.items],
+        *([], [], [], [], [], [], []),
+    )
+    for position, item in enumerate(items):
+        written = position if item.same_as is None else item.same_as
+        name, start = where[written]
+        made.file_name.append(name)
+        made.start.append(start)
+        prefix_bytes = len(item.envelope.prefix)
+        made.item_bytes.append(prefix_bytes + item.payload_bytes + len(item.envelope.suffix))
+        made.payload_offset.append(start + prefix_bytes)
+        made.payload_bytes.append(item.payload_bytes)
+        made.block_bytes.append(item.block)
+        made.digests.append(items[written].digests)
+    return made

@@ -1,0 +1,124 @@
+"""Host memory for snapshots, kept for the life of the process.
+
+Reuse is the point: a copy into memory that the process already owns is 4 to 9 times faster than
+one into new pages. One slot by default; whoever comes while it is leased waits until its bytes are
+on storage. Pinned where there is a CUDA device, on huge pages elsewhere.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import threading
+
+import torch
+
+from dcp_checkfreq.clock import Clock, SystemClock
+from dcp_checkfreq.errors import SnapshotFailed
+from dcp_checkfreq.storage.bounce import HUGE_PAGE_BYTES, huge_buffer
+
+_log = logging.getLogger(__name__)
+_POLL_S = 0.2  # how often a waiting thread looks whether the holder's thread has died
+
+
+class Lease:
+    """The right to write one slot, until `release`.
+
+    Attributes:
+        memory: [size_bytes], uint8, CPU, starting at a multiple of 4096.
+        worker: the thread that writes the bytes out, once it is known. When it ends without a
+            release (its save failed before writing), the slot counts as free.
+    """
+
+    def __init__(self, pool: HostPool, memory: torch.Tensor) -> None:
+        self._pool = pool
+        self.memory = memory
+        self.worker: threading.Thread | None = None
+
+    def release(self) -> None:
+        """Give the slot back; its content may change from now on. May be called twice."""
+        self._pool._give_back(self)
+
+
+class HostPool:
+    """A slot of host memory, leased to one snapshot at a time. Thread-safe.
+
+    Args:
+        wait_s: how long `lease` waits for the slot before it gives up.
+    """
+
+    def __init__(self, *, wait_s: float = 600.0, clock: Clock | None = None) -> None:
+        self._wait_s = wait_s
+        self._clock = clock or SystemClock()
+        self._free = threading.Condition()
+        self._memory: torch.Tensor | None = None
+        self._lease: Lease | None = None
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of host memory that the pool holds now."""
+        return 0 if self._memory is None else self._memory.nbytes
+
+    def lease(self, size_bytes: int) -> Lease:
+        """Wait for the slot, make it at least ``size_bytes`` large, and hand it out.
+
+        Raises:
+            SnapshotFailed: the slot was not given back in time, or there is no memory.
+        """
+        with self._free:
+            self._wait()
+            if self._memory is None or self._memory.nbytes < size_bytes:
+                self._memory = None  # the old one goes before the new one comes
+                self._memory = _allocate(size_bytes)
+            self._lease = Lease(self, self._memory[:size_bytes])
+            return self._lease
+
+    def _wait(self) -> None:
+        deadline_s = self._clock.monotonic_s() + self._wait_s
+        collected = False
+        while self._lease is not None:
+            worker = self._lease.worker
+            if worker is not None and not worker.is_alive():
+                self._lease = None
+                return
+            if not collected:
+                collected = True
+                gc.collect()  # a failed save's frames may be all that holds the snapshot
+                continue
+            if self._clock.monotonic_s() >= deadline_s:
+                raise SnapshotFailed(
+                    f"the buffer of the save before is still being written after {self._wait_s} s"
+                )
+            self._free.wait(_POLL_S)
+
+    def _give_back(self, lease: Lease) -> None:
+        with self._free:
+            if self._lease is lease:
+                self._lease = None
+                self._free.notify_all()
+
+    def drop(self) -> None:
+        """Free the memory if no one has leased it."""
+        with self._free:
+            if self._lease is None:
+                self._memory = None
+
+
+def _allocate(size_bytes: int) -> torch.Tensor:
+    size = -(-max(size_bytes, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    pinned = torch.cuda.is_available()
+    _log.info(
+        "snapshot buffer: taking %.1f MiB of %s host memory",
+        size / (1 << 20),
+        "pinned" if pinned else "pageable",
+    )
+    try:
+        if pinned:
+            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
+        return torch.frombuffer(huge_buffer(size), dtype=torch.uint8)
+    except (MemoryError, OSError, RuntimeError) as error:
+        raise SnapshotFailed(f"no {size} bytes of host memory for the buffer: {error}") from error
+
+
+# One per process, so that a writer made anew for every save, as DCP's guides do, reuses it.
+PROCESS_POOL = HostPool()

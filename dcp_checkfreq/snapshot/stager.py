@@ -1,0 +1,167 @@
+"""Copies a state dict into a leased buffer and hands DCP a state dict that lives there."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import weakref
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
+from torch.distributed.tensor import DTensor
+
+from dcp_checkfreq.errors import SnapshotFailed, UnsupportedState
+from dcp_checkfreq.shards.assign import PAGE_ALIGNED_FROM_BYTES, PAGE_BYTES, SMALL_ALIGN_BYTES
+from dcp_checkfreq.shards.codec import check_storable, same_memory
+from dcp_checkfreq.snapshot.pool import PROCESS_POOL, HostPool, Lease
+
+
+class _Staged(dict[str, Any]):
+    """A state dict in a leased buffer. When it goes, the lease goes."""
+
+    __slots__ = ("__weakref__",)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return dict, (dict(self),)  # to another process goes the content, not the lease
+
+
+@dataclass(slots=True)
+class _Copy:
+    source: torch.Tensor
+    offset: int  # in the buffer
+
+
+class _Survey:
+    """Finds every tensor of a state, gives each distinct memory a place, remembers who has which."""
+
+    def __init__(self) -> None:
+        self.copies: list[_Copy] = []
+        self.owners: list[tuple[torch.Tensor, int]] = []  # tensor object, position in copies
+        self.size_bytes = 0
+        self._known: dict[tuple[object, ...], int] = {}
+        self._visited: set[int] = set()
+
+    def visit(self, value: object, path: str) -> None:
+        if isinstance(value, torch.Tensor):
+            if id(value) not in self._visited:
+                self._visited.add(id(value))
+                self._tensor(value, path)
+        elif isinstance(value, Mapping):
+            for key, inner in value.items():
+                self.visit(inner, f"{path}.{key}" if path else str(key))
+        elif isinstance(value, (list, tuple)):
+            for number, inner in enumerate(value):
+                self.visit(inner, f"{path}.{number}")
+
+    def _tensor(self, tensor: torch.Tensor, path: str) -> None:
+        if isinstance(tensor, ShardedTensor):
+            raise UnsupportedState(
+                path,
+                "ShardedTensor",
+                "only DTensor shards can be staged. Give FSDP a device_mesh, use fully_shard, "
+                "or save with dcp.save",
+            )
+        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+        local = local.detach()
+        check_storable(local, path)
+        identity = same_memory(local) if local.nbytes else (id(tensor),)
+        position = self._known.get(identity)
+        if position is None:
+            position = self._known[identity] = len(self.copies)
+            large = local.nbytes >= PAGE_ALIGNED_FROM_BYTES
+            align = PAGE_BYTES if large else SMALL_ALIGN_BYTES
+            offset = -(-self.size_bytes // align) * align
+            self.copies.append(_Copy(local, offset))
+            self.size_bytes = offset + local.nbytes
+        self.owners.append((tensor, position))
+
+
+class Stager:
+    """Stages for one writer; the memory comes from a pool that all writers share."""
+
+    def __init__(self, pool: HostPool = PROCESS_POOL) -> None:
+        self._pool = pool
+        self._lease: Lease | None = None
+
+    def __reduce__(self) -> tuple[type[Stager], tuple[()]]:
+        return Stager, ()  # a lease means nothing in another process
+
+    @torch.no_grad()
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """Return a copy of the state that no later change of the original can reach.
+
+        Tensors are copied into the leased buffer: views only their own elements, tied ones once.
+        Everything else is deep-copied. On CUDA the copies have arrived when this returns. Waits
+        while the snapshot before is still being written out.
+
+        Raises:
+            UnsupportedState: a tensor that could not be written, or loaded again.
+            SnapshotFailed: no buffer, or a value that cannot be copied.
+        """
+        survey = _Survey()
+        survey.visit(state_dict, "")
+        lease = self._pool.lease(survey.size_bytes)
+        try:
+            staged = _Staged(self._copy(state_dict, survey, lease.memory))
+        except (TypeError, RecursionError, copy.Error) as error:
+            lease.release()
+            raise SnapshotFailed(f"a value of the state cannot be copied: {error}") from error
+        except BaseException:
+            lease.release()
+            raise
+        self._lease = lease
+        weakref.finalize(staged, lease.release).atexit = False
+        return staged
+
+    def _copy(
+        self, state_dict: STATE_DICT_TYPE, survey: _Survey, memory: torch.Tensor
+    ) -> dict[str, Any]:
+        places = [_place(memory, item) for item in survey.copies]
+        on_device = False
+        for item, place in zip(survey.copies, places, strict=True):
+            place.copy_(item.source, non_blocking=True)
+            on_device |= not item.source.is_cpu
+        # deepcopy takes what is in its memo as copied already.
+        memo: dict[int, Any] = {}
+        for tensor, position in survey.owners:
+            memo[id(tensor)] = _like(tensor, places[position])
+        staged = {key: copy.deepcopy(value, memo) for key, value in state_dict.items()}
+        if on_device:
+            torch.accelerator.current_stream().synchronize()
+        return staged
+
+    def handed_to(self, worker: threading.Thread) -> None:
+        """Name the thread that writes the snapshot out; its end ends the lease."""
+        if self._lease is not None:
+            self._lease.worker = worker
+
+    def release(self) -> None:
+        """Say that the snapshot's bytes are on storage, or given up. May be called twice."""
+        if self._lease is not None:
+            self._lease.release()
+            self._lease = None
+
+
+def _place(memory: torch.Tensor, item: _Copy) -> torch.Tensor:
+    source = item.source
+    if not source.nbytes:
+        return torch.empty(source.shape, dtype=source.dtype)
+    flat = memory[item.offset : item.offset + source.nbytes]
+    return flat.view(source.dtype).view(source.shape)
+
+
+def _like(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
+    if isinstance(tensor, DTensor):
+        return DTensor.from_local(
+            copied,
+            tensor.device_mesh,
+            tensor.placements,
+            run_check=False,
+            shape=tensor.shape,
+            stride=tensor.stride(),
+        )
+    return copied

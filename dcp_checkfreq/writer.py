@@ -1,0 +1,301 @@
+"""`CheckFreqWriter`: the `StorageWriter` that DCP drives through one save."""
+
+from __future__ import annotations
+
+import logging
+import os
+import threading
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from torch.distributed.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+)
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.staging import AsyncStager
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from dcp_checkfreq import version
+from dcp_checkfreq.errors import (
+    BadLocation,
+    CheckpointExists,
+    LoadFailed,
+    PublishUnknown,
+    UnsupportedOption,
+    WriteFailed,
+)
+from dcp_checkfreq.format import index, names
+from dcp_checkfreq.format import metadata as metadata_format
+from dcp_checkfreq.format.envelope import Envelopes
+from dcp_checkfreq.publish.assemble import assemble
+from dcp_checkfreq.publish.phases import Event, Phase, advance, may_delete
+from dcp_checkfreq.publish.publisher import publish
+from dcp_checkfreq.shards.assign import Placement
+from dcp_checkfreq.shards.codec import Item, pieces
+from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve
+from dcp_checkfreq.snapshot.stager import Stager
+from dcp_checkfreq.storage.open import Location, open_tier
+from dcp_checkfreq.storage.tier import Tier
+
+_log = logging.getLogger(__name__)
+
+_ENVELOPES = Envelopes()  # archive headers by dtype and shape: the same for every save
+
+
+class CheckFreqWriter(StorageWriter, AsyncStager):
+    """Writes one checkpoint into a folder of its own, and publishes it last, durably, or not at all.
+
+    Use it with `dcp.save` and `dcp.async_save`, made anew for every save or reused with
+    ``checkpoint_id=``. The result is a plain DCP checkpoint that stock readers load.
+
+    Promises: shard files have names of this attempt, so nothing that exists is written into. Every
+    file and folder is fsynced before ``.metadata`` appears, in one atomic step, on the coordinator,
+    after every rank has succeeded and every planned item is accounted for. If this rank's writing
+    fails, its files are removed and the error is raised (DCP wraps it in `CheckpointException`).
+
+    As a stager it copies the state into reused host buffers before `dcp.async_save` returns; one
+    snapshot is held at a time and never rewritten while its bytes are still being written out.
+
+    Args:
+        path: folder of the checkpoint: a path, ``file://`` URL or `Tier`; made if missing.
+        overwrite: replace a whole checkpoint that is there. New files are written beside the old
+            ones, ``.metadata`` is replaced atomically, then the old files are removed.
+        threads: files this rank writes at once.
+        direct_io: None: past the page cache where the file system can; False: never.
+        lineage: the run that saves; `Checkpointer` fills it in.
+
+    Not thread-safe: one save at a time.
+    """
+
+    def __init__(
+        self,
+        path: Location,
+        *,
+        overwrite: bool = False,
+        threads: int = 2,
+        direct_io: bool | None = None,
+        lineage: index.Lineage | None = None,
+    ) -> None:
+        super().__init__()
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        self._direct_io = direct_io
+        self._tier = open_tier(path, direct_io=direct_io)
+        self._overwrite = overwrite
+        self._threads = threads
+        self._lineage = lineage
+        self._stager = Stager()
+        self._begin()
+
+    def _begin(self) -> None:
+        self._attempt = names.new_attempt()
+        self._phase = Phase.IDLE
+        self._files: list[str] = []
+        self._is_coordinator = False
+        self._rank = 0
+        self._world_size = 1
+
+    # --- DCP's calls, in their order ---
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start a new save, into ``checkpoint_id`` if given; all other options stay."""
+        if self._is_coordinator and self._phase is Phase.WRITTEN:
+            # `finish` was never called for it, and only this object could have: it failed.
+            self.abandon()
+        if checkpoint_id is not None:
+            self._tier = open_tier(checkpoint_id, direct_io=self._direct_io)
+        self._begin()
+
+    def storage_meta(self) -> StorageMeta:
+        """Name the checkpoint and the attempt for DCP's logs and metadata."""
+        return StorageMeta(checkpoint_id=self._tier.location, save_id=self._attempt)
+
+    # DCP passes rank and use_collectives only to a parameter that is named `kwargs`.
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Check that this save can be kept, before anything is written.
+
+        Raises:
+            UnsupportedOption: ``use_collectives=False``.
+            CheckpointExists: a whole checkpoint is there and ``overwrite`` is False.
+        """
+        if not kwargs.get("use_collectives", True):
+            raise UnsupportedOption(
+                "use_collectives=False",
+                "without the ranks' agreement nobody can tell when the checkpoint is whole",
+            )
+        self._is_coordinator = is_coordinator
+        self._rank = kwargs.get("rank", 0)
+        self._stager.handed_to(threading.current_thread())
+        if is_coordinator and not self._overwrite and _is_published(self._tier):
+            raise CheckpointExists(self._tier.location)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Return the plans as they are; nothing of ours travels in them, so cached plans do."""
+        self._world_size = len(plans)
+        return plans
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write this rank's items. On return they are durable, under names nobody knows yet.
+
+        Raises:
+            UnsupportedState: an item cannot be written or loaded again; nothing was written.
+            WriteFailed: the storage failed; this rank's files were removed.
+        """
+        try:
+            self._phase = advance(self._phase, Event.BEGAN)
+            items = resolve(plan, planner, _ENVELOPES)
+            placements = lay_out(items, self._threads)
+            self._files = [
+                names.shard_file(self._rank, number, self._attempt)
+                for number in range(len(placements))
+            ]
+            self._write_files(items, placements)
+        except OSError as error:
+            self.abandon()
+            raise WriteFailed(self._tier.location, f"rank {self._rank}: {error}") from error
+        except BaseException:
+            self.abandon()
+            raise
+        finally:
+            self._stager.release()
+        self._phase = advance(self._phase, Event.WROTE)
+        written = report(plan, items, placements, self._files)
+        # One result for all items: DCP only carries results from `write_data` to `finish`.
+        result = WriteResult(
+            index=MetadataIndex(f"__rank_{self._rank}"),
+            size_in_bytes=sum(written.files.values()),
+            storage_data=written,
+        )
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Publish the checkpoint. Called on the coordinator, after every rank has succeeded.
+
+        Raises:
+            ItemsMissing: something planned was not written; nothing was published.
+            CheckpointExists: another writer published first.
+            PublishUnknown: the storage gave no clear answer; nothing was deleted.
+        """
+        reports: list[RankReport] = [done.storage_data for rank in results for done in rank]
+        files = {name: size for written in reports for name, size in written.files.items()}
+        try:
+            columns = assemble(metadata, reports, self._tier.location)
+            metadata.storage_meta = self.storage_meta()
+            record = index.Record(
+                attempt=self._attempt,
+                world_size=self._world_size,
+                step=names.parse_step(os.path.basename(self._tier.location)),
+                lineage=self._lineage,
+                written_by=version.WRITTEN_BY,
+                files=files,
+                columns=columns,
+            )
+            content = metadata_format.dump(metadata, record)
+            replaced = _files_named_in(self._tier) if self._overwrite else set()
+            publish(self._tier, content, attempt=self._attempt, overwrite=self._overwrite)
+        except PublishUnknown:
+            self._phase = advance(self._phase, Event.NO_ANSWER)
+            raise
+        except BaseException:
+            self.abandon()
+            raise
+        self._phase = advance(self._phase, Event.CREATED)
+        self._remove(replaced - files.keys())
+
+    # --- pieces of the above ---
+
+    def _write_files(self, items: list[Item], placements: list[Placement]) -> None:
+        if self._is_coordinator or placements:
+            self._tier.make()
+        jobs = list(zip(self._files, placements, strict=True))
+        if len(jobs) == 1:
+            self._write_file(*jobs[0], items)
+        elif jobs:
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="checkfreq-write") as pool:
+                running = [pool.submit(self._write_file, *job, items) for job in jobs]
+            for job in running:
+                job.result()
+        if jobs:
+            self._tier.sync()
+
+    def _write_file(self, name: str, placement: Placement, items: list[Item]) -> None:
+        self._tier.write_shard(name, pieces(items, placement), placement.size_bytes)
+
+    def abandon(self) -> None:
+        """Remove this rank's files of a save that is known to have failed.
+
+        `Checkpointer` calls it on every rank. Does nothing once the files may be part of a
+        checkpoint. Errors of the removal are left to the cleaning at the next restore.
+        """
+        if may_delete(self._phase):
+            self._remove(self._files)
+            self._phase = advance(self._phase, Event.FAILED)
+
+    def _remove(self, doomed: Iterable[str]) -> None:
+        try:
+            for name in doomed:
+                self._tier.delete(name)
+        except OSError as error:
+            _log.warning(
+                "%s: files that no checkpoint names could not be removed (%s); "
+                "the next restore cleans them up",
+                self._tier.location,
+                error,
+            )
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder this writer saves into."""
+        return self._tier.location
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether this writer could save to ``checkpoint_id``."""
+        try:
+            open_tier(checkpoint_id)
+        except BadLocation:
+            return False
+        return True
+
+    # --- the stager's face ---
+
+    _synchronize_after_execute = False
+
+    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+        """Copy the state into reused host buffers; it may be changed as soon as this returns."""
+        return self._stager.stage(state_dict)
+
+    def synchronize_staging(self) -> None:
+        """Do nothing: `stage` has copied everything when it returns."""
+
+    def close(self) -> None:
+        """Give the snapshot buffers back to the process-wide pool. May be called twice."""
+        self._stager.release()
+
+
+def _is_published(tier: Tier) -> bool:
+    try:
+        tier.size(names.METADATA)
+    except FileNotFoundError:
+        return False
+    return True
+
+
+def _files_named_in(tier: Tier) -> set[str]:
+    """Return the shard files of the checkpoint in the folder; none if it has no readable one."""
+    try:
+        metadata, _ = metadata_format.load(tier.read(names.METADATA), tier.location)
+    except (FileNotFoundError, LoadFailed):
+        return set()
+    return {info.relative_path for info in (metadata.storage_data or {}).values()}
