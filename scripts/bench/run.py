@@ -1,0 +1,116 @@
+"""Measure saves and loads against stock DCP and against the limits of the machine.
+
+python scripts/bench/run.py save --state gpt --place disk --ranks 1 --repeats 5 --out out.json
+
+All arms of a run take turns in random order, once a round; compare figures of one run only.
+"""
+
+from __future__ import annotations
+
+import itertools
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
+from rich.console import Console
+
+from benches import (
+    PLACES,
+    Options,
+    Report,
+    async_bench,
+    load_bench,
+    reshard_bench,
+    save_bench,
+)
+from report import print_report, read_reports, save_reports
+from states import SCALES, STATES
+
+StateName = Enum("StateName", {name: name for name in STATES}, type=str)
+Scale = Enum("Scale", {name: name for name in SCALES}, type=str)
+Place = Enum("Place", {name: name for name in PLACES}, type=str)
+
+Out = Annotated[Path, typer.Option(help="where the JSON goes")]
+StateOf = Annotated[StateName, typer.Option(help="gpt: 1.71 GiB in 784; many: 10,000 x 16 KiB")]
+PlaceOf = Annotated[Place, typer.Option(help="disk: out/bench here; tmpfs: /dev/shm")]
+Folder = Annotated[Optional[Path], typer.Option(help="another folder than the place's own")]  # noqa: UP045 - evaluated on 3.10
+RankCount = Annotated[int, typer.Option(min=1, help="worker processes")]
+Repeats = Annotated[int, typer.Option(min=1, help="measured rounds, after one warm-up round")]
+ScaleOf = Annotated[Scale, typer.Option(help="small: seconds, for smoke tests")]
+Arms = Annotated[str, typer.Option(help="comma-separated; default all")]
+Seed = Annotated[int, typer.Option(help="of the order of the arms")]
+Cases = Annotated[str, typer.Option(help="saved:loaded ranks, comma-separated")]
+
+app = typer.Typer(add_completion=False, no_args_is_help=True, help=__doc__)
+console = Console()
+if not console.is_terminal:
+    console = Console(width=170)  # a log file wraps nothing
+
+
+@app.command()
+def save(
+    out: Out, state: StateOf = StateName.gpt, place: PlaceOf = Place.disk, folder: Folder = None,
+    ranks: RankCount = 1, repeats: Repeats = 5, scale: ScaleOf = Scale.full, arms: Arms = "",
+    seed: Seed = 0,
+) -> None:  # fmt: skip
+    """Blocking saves: wall and CPU seconds, peak memory, bytes on storage."""
+    _finish(save_bench(_options(state, place, folder, ranks, repeats, scale, arms, seed)), out)
+
+
+@app.command("async")
+def async_(
+    out: Out, state: StateOf = StateName.gpt, place: PlaceOf = Place.disk, folder: Folder = None,
+    ranks: RankCount = 1, repeats: Repeats = 5, scale: ScaleOf = Scale.full, arms: Arms = "",
+    seed: Seed = 0,
+) -> None:  # fmt: skip
+    """Background saves: seconds blocked (first in a fresh process, steady), harm to training."""
+    _finish(async_bench(_options(state, place, folder, ranks, repeats, scale, arms, seed)), out)
+
+
+@app.command()
+def load(
+    out: Out, state: StateOf = StateName.gpt, place: PlaceOf = Place.disk, folder: Folder = None,
+    ranks: RankCount = 1, repeats: Repeats = 5, scale: ScaleOf = Scale.full, arms: Arms = "",
+    seed: Seed = 0,
+) -> None:  # fmt: skip
+    """Loads on as many ranks as saved, from a cold page cache where that is permitted."""
+    _finish(load_bench(_options(state, place, folder, ranks, repeats, scale, arms, seed)), out)
+
+
+@app.command()
+def reshard(
+    out: Out, state: StateOf = StateName.gpt, place: PlaceOf = Place.disk, folder: Folder = None,
+    cases: Cases = "4:4,4:2,2:4,4:1", repeats: Repeats = 5, scale: ScaleOf = Scale.full,
+    arms: Arms = "ours,stock", seed: Seed = 0,
+) -> None:  # fmt: skip
+    """Loads on another number of ranks than saved: time, and bytes read for bytes needed."""
+    options = _options(state, place, folder, 1, repeats, scale, arms, seed)
+    _finish(reshard_bench(options, cases), out)
+
+
+@app.command()
+def report(files: list[Path]) -> None:
+    """Print the tables of runs that were measured before."""
+    for one in itertools.chain.from_iterable(read_reports(file) for file in files):
+        print_report(one, console)
+
+
+def _options(
+    state: Enum, place: Enum, folder: Path | None, ranks: int, repeats: int, scale: Enum,
+    arms: str, seed: int,
+) -> Options:  # fmt: skip
+    return Options(
+        state=state.value, scale=scale.value, place=place.value, folder=folder, ranks=ranks,
+        repeats=repeats, arms=arms, seed=seed,
+    )  # fmt: skip
+
+
+def _finish(reports: list[Report], out: Path) -> None:
+    save_reports(reports, out)
+    for one in reports:
+        print_report(one, console)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,0 +1,90 @@
+"""Every benchmark command runs at a tiny size and writes the report it promises."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+RUN = Path(__file__).parents[2] / "scripts" / "bench" / "run.py"
+SAVE_ARMS = {
+    "ours", "ours_kept_planner", "stock_t1", "stock_t2", "stock_fsspec", "torch_save",
+    "safetensors", "limit",
+}  # fmt: skip
+LOAD_ARMS = {
+    "ours", "ours_own_planner", "stock", "stock_on_ours", "stock_fsspec", "torch_load",
+    "safetensors", "limit_pread", "limit_direct",
+}  # fmt: skip
+ASYNC_ARMS = {"ours", "ours_kept_planner", "stock", "stock_kept_stager"}
+MAY_BE_ZERO = {"extra_peak_bytes", "first_extra_peak_bytes", "syscall_read_bytes", "cpu_s"}
+MAY_BE_NEGATIVE = {"py_lost_s", "mm_lost_s"}  # a difference of two measured times
+
+pytestmark = [pytest.mark.bench, pytest.mark.slow, pytest.mark.timeout(300)]
+
+
+def bench(tmp_path, command, *options):
+    out = tmp_path / "out.json"
+    arguments = [command, *options, "--scale", "small", "--repeats", "1", "--folder", str(tmp_path)]
+    subprocess.run([sys.executable, str(RUN), *arguments, "--out", str(out)], check=True)
+    assert [path.name for path in tmp_path.iterdir()] == ["out.json"], "checkpoints were left"
+    return out, json.loads(out.read_text())
+
+
+def assert_sound(report, arms):
+    assert report["schema"] == "dcp_checkfreq.bench/1"
+    assert {"hash", "dirty"} == set(report["git"])
+    assert report["machine"]["cores"] >= 1
+    assert report["versions"]["torch"]
+    assert report["config"]["repeats"] == 1
+    assert set(report["arms"]) == arms
+    for arm, metrics in report["arms"].items():
+        for metric, figure in metrics.items():
+            assert figure["min"] <= figure["median"] <= figure["max"], (arm, metric)
+            if metric in MAY_BE_ZERO:
+                assert figure["min"] >= 0, (arm, metric)
+            elif metric not in MAY_BE_NEGATIVE:
+                assert figure["min"] > 0, (arm, metric)
+
+
+@pytest.mark.parametrize("state", ["gpt", "many"])
+def test_save_measures_every_arm(tmp_path, state):
+    out, (report,) = bench(tmp_path, "save", "--state", state)
+    assert_sound(report, SAVE_ARMS)
+    assert all("wall_s" in metrics for metrics in report["arms"].values())
+    assert report["wall_ratios"]["stock_t1"]["stock_t1"] == 1
+    assert report["goals"] == [], "goals are for the full size only"
+    shown = subprocess.run(
+        [sys.executable, str(RUN), "report", str(out)], check=True, capture_output=True, text=True
+    )
+    assert "ours_kept_planner" in shown.stdout
+
+
+def test_async_measures_the_first_save_the_later_ones_and_the_training(tmp_path):
+    _, (report,) = bench(tmp_path, "async")
+    assert_sound(report, ASYNC_ARMS)
+    for metrics in report["arms"].values():
+        assert {"first_blocked_s", "blocked_s", "bg_idle_s", "bg_py_s", "mm_lost_s"} <= set(metrics)
+
+
+def test_load_measures_every_arm_and_checks_what_was_loaded(tmp_path):
+    _, (report,) = bench(tmp_path, "load")
+    assert_sound(report, LOAD_ARMS)
+    assert report["arms"]["ours"]["counted_per_needed"]["max"] >= 1
+
+
+@pytest.mark.dist
+def test_reshard_measures_each_case_on_its_own(tmp_path):
+    _, reports = bench(tmp_path, "reshard", "--cases", "2:1,1:2")
+    assert [report["config"]["case"] for report in reports] == ["2->1", "1->2"]
+    for report in reports:
+        assert_sound(report, {"ours", "stock"})
+
+
+def test_an_unknown_arm_is_refused(tmp_path):
+    arguments = ["save", "--arms", "nosuch", "--folder", str(tmp_path), "--out", "unused.json"]
+    done = subprocess.run(
+        [sys.executable, str(RUN), *arguments], check=False, capture_output=True, text=True
+    )
+    assert done.returncode != 0
+    assert "nosuch" in done.stderr
