@@ -1,0 +1,251 @@
+"""Planners: DCP's own, plus plans that are kept between saves and byte items that run no code."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import io
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
+from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.tensor import DTensor, Shard
+
+from dcp_checkfreq.errors import PlanCacheStale, ReplicasDiffer, StateMismatch
+from dcp_checkfreq.format.digest import digest
+from dcp_checkfreq.format.safe_bytes import load_object
+from dcp_checkfreq.shards.codec import bytes_of, dense
+
+Signature = list[tuple[object, ...]]
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    """What a rank tells the coordinator beside its plan."""
+
+    mappings: Any  # DCP's: flat key to path
+    token: str | None  # of the kept plan that this rank would use; None: its plan is attached
+    digests: Mapping[str, int] = field(default_factory=dict)  # of values that ranks must share
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptPlan:
+    """One rank's part of a plan that worked."""
+
+    token: str
+    signature: Signature
+    plan: SavePlan
+
+
+@dataclass(frozen=True, slots=True)
+class _KeptGlobalPlan:
+    """The coordinator's part of it."""
+
+    token: str
+    local_plans: list[SavePlan]
+    metadata: Metadata
+
+
+class CheckFreqSavePlanner(DefaultSavePlanner):
+    """DCP's default plans, kept while the structure of the state is unchanged.
+
+    Keep one instance and pass it to every save: from the second save on no rank makes or sends a
+    plan. If keys, shapes, dtypes or shardings change on any rank, all ranks plan anew. In an
+    instance that is used once it only adds the check below.
+
+    Values that DCP keeps once for all ranks must be the same on all ranks: byte items are compared
+    at every save, replicated tensors at the first one and when `check_tensors_once` was called.
+
+    Not thread-safe: one save at a time.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._kept: _KeptPlan | None = None
+        self._kept_global: _KeptGlobalPlan | None = None
+        self._signature: Signature = []
+        self._streams: dict[str, io.BytesIO] = {}
+        self._check_tensors = True
+        self._where = ""
+
+    def check_tensors_once(self) -> None:
+        """Compare replicated tensors between ranks at the next save. Call it on all ranks."""
+        self._check_tensors = True
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        storage_meta: StorageMeta | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state of a new save."""
+        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        self._where = str(storage_meta.checkpoint_id) if storage_meta else "this save"
+
+    def create_local_plan(self) -> SavePlan:
+        """Return this rank's plan, or just a token if the kept one still fits."""
+        self._signature = [_describe(key, value) for key, value in self.state_dict.items()]
+        self._streams = {
+            key: _serialise(value)
+            for key, value in self.state_dict.items()
+            if not isinstance(value, torch.Tensor)
+        }
+        digests = {key: digest(stream.getbuffer()) for key, stream in self._streams.items()}
+        if self._check_tensors:
+            digests |= _tensor_digests(self.state_dict)
+        # Put back only when the plan worked: after a failed save this rank sends its whole plan.
+        kept, self._kept = self._kept, None
+        if kept is not None and kept.signature == self._signature:
+            self._candidate: _KeptPlan | None = kept
+            return SavePlan([], planner_data=_Facts({}, kept.token, digests), usable=False)
+        self._candidate = None
+        plan = super().create_local_plan()
+        return dataclasses.replace(
+            plan, planner_data=_Facts(plan.planner_data, None, digests), usable=True
+        )
+
+    def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
+        """Check that the ranks agree, and plan anew if any of them has changed.
+
+        Raises:
+            ReplicasDiffer: values that are kept once differ between ranks.
+            PlanCacheStale: a rank relies on a plan that this one does not have.
+        """
+        facts: list[_Facts] = [plan.planner_data for plan in all_plans]
+        differing = _differing_keys([fact.digests for fact in facts])
+        if differing:
+            raise ReplicasDiffer(self._where, differing)
+        kept, self._kept_global = self._kept_global, None
+        tokens = {fact.token for fact in facts if fact.token is not None}
+        if tokens and (kept is None or tokens != {kept.token}):
+            raise PlanCacheStale(self._where, "ranks rely on different kept plans; plan anew")
+        if kept is not None and all(fact.token is not None for fact in facts):
+            self._kept_global = kept
+            self.metadata = copy.copy(kept.metadata)
+            return [SavePlan([], usable=False) for _ in all_plans], self.metadata
+        local_plans = [
+            kept.local_plans[rank]
+            if kept is not None and fact.token is not None
+            else dataclasses.replace(plan, planner_data=fact.mappings)
+            for rank, (plan, fact) in enumerate(zip(all_plans, facts, strict=True))
+        ]
+        token = uuid.uuid4().hex
+        plans, metadata = super().create_global_plan(local_plans)
+        self._kept_global = _KeptGlobalPlan(token, local_plans, copy.copy(metadata))
+        return [dataclasses.replace(plan, planner_data=token) for plan in plans], metadata
+
+    def finish_plan(self, new_plan: SavePlan) -> SavePlan:
+        """Return the plan to carry out, and keep it for the next save."""
+        if new_plan.usable:
+            self._kept = _KeptPlan(new_plan.planner_data, self._signature, new_plan)
+        else:
+            if self._candidate is None:
+                raise PlanCacheStale(self._where, "this rank has no kept plan")
+            self._kept = self._candidate
+        self._check_tensors = False
+        self.plan = self._kept.plan
+        return self.plan
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
+        """Return the bytes of a byte item, which were made for the plan, or the tensor."""
+        if write_item.type is WriteItemType.BYTE_IO:
+            return self._streams[write_item.index.fqn]
+        return object
+
+
+def _describe(key: str, value: object) -> tuple[object, ...]:
+    if isinstance(value, DTensor):
+        return key, value.dtype, value.shape, value.placements, value.device_mesh
+    if isinstance(value, torch.Tensor):
+        # ShardedTensor has no cheap description of its shards; its metadata object is one.
+        shards = value.metadata() if hasattr(value, "local_shards") else None
+        return key, value.dtype, value.shape, shards
+    return (key,)
+
+
+def _serialise(value: object) -> io.BytesIO:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    return stream
+
+
+def _tensor_digests(state_dict: Mapping[str, Any]) -> dict[str, int]:
+    """Digest tensors of which only one rank's copy is kept. Shards of a tensor differ by right."""
+    digests = {}
+    for key, value in state_dict.items():
+        if isinstance(value, DTensor):
+            if any(isinstance(placement, Shard) for placement in value.placements):
+                continue
+            value = value.to_local()
+        if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
+            digests[key] = digest(bytes_of(dense(value)))
+    return digests
+
+
+def _differing_keys(digests_by_rank: Sequence[Mapping[str, int]]) -> list[str]:
+    first: dict[str, int] = {}
+    differing = set()
+    for digests in digests_by_rank:
+        for key, value in digests.items():
+            if first.setdefault(key, value) != value:
+                differing.add(key)
+    return sorted(differing)
+
+
+class CheckFreqLoadPlanner(DefaultLoadPlanner):
+    """DCP's default load plans; byte items are unpickled without running code of theirs.
+
+    Values that were saved under integer keys go back to those keys; stock planners leave them
+    as they were and add text keys beside them.
+
+    Args:
+        allow_partial_load: leave keys that the checkpoint lacks as they are.
+        allow_pickle: let byte items run code. Only for checkpoints whose writer you trust.
+    """
+
+    def __init__(self, *, allow_partial_load: bool = False, allow_pickle: bool = False) -> None:
+        super().__init__(allow_partial_load=allow_partial_load)
+        self._allow_pickle = allow_pickle
+        self._where = "the checkpoint"
+
+    def set_up_planner(
+        self,
+        state_dict: STATE_DICT_TYPE,
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the state to fill and the metadata of the checkpoint."""
+        super().set_up_planner(state_dict, metadata, is_coordinator)
+        if metadata is not None and metadata.storage_meta is not None:
+            self._where = str(metadata.storage_meta.checkpoint_id)
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickle a byte item and put it where it was.
+
+        Raises:
+            UnsafePickle: it needs code to unpickle; the code was not run.
+        """
+        key = read_item.dest_index.fqn
+        loaded = load_object(value, key, self._where, allow_pickle=self._allow_pickle)
+        path = self.mappings[key]
+        container: Any = self.original_state_dict
+        for part in path[:-1]:
+            container = container[_real_key(container, part)]
+        try:
+            container[_real_key(container, path[-1])] = loaded
+        except (TypeError, IndexError) as error:
+            raise StateMismatch(self._where, f"{key!r} has no place in the state") from error
+
+
+def _real_key(container: Any, part: str | int) -> Any:
+    """DCP's flat keys turn integer keys into text; return the key that the container has."""
+    if isinstance(container, Mapping) and part not in container:
+        for key in container:
+            if str(key) == part:
+                return key
+    return part

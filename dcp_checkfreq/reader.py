@@ -1,0 +1,318 @@
+"""`CheckFreqReader`: the `StorageReader` that DCP drives through one load."""
+
+from __future__ import annotations
+
+import io
+import os
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.storage import StorageReader
+from torch.futures import Future
+
+from dcp_checkfreq.errors import BadLocation, BrokenMetadata, DtypeDiffers, StateMismatch
+from dcp_checkfreq.format import metadata as metadata_format
+from dcp_checkfreq.format import names
+from dcp_checkfreq.format.index import Record, digest_starts
+from dcp_checkfreq.format.safe_bytes import load_object
+from dcp_checkfreq.format.torch_private import StorageInfo
+from dcp_checkfreq.planner import CheckFreqLoadPlanner
+from dcp_checkfreq.shards.fetch import Fetcher
+from dcp_checkfreq.shards.read_plan import Want, round_to_blocks
+from dcp_checkfreq.shards.slices import span_of
+from dcp_checkfreq.shards.targets import BytesTarget, Target, TensorTarget
+from dcp_checkfreq.storage.open import Location, open_tier
+
+
+@dataclass(slots=True)
+class _Job:
+    """One item to read: where its bytes go, and what is left to do when they are there."""
+
+    request: ReadItem
+    target: Target
+    want: Want
+    digests: Sequence[int]
+    tensor: torch.Tensor | None = None  # in the live state
+    archive: bool = False  # the bytes are a torch.save archive to unpack into `tensor`
+
+
+class CheckFreqReader(StorageReader):
+    """Reads checkpoints of `CheckFreqWriter` and of stock DCP, on any number of ranks.
+
+    Only the rows that this rank needs are read, in few large reads by several threads. Every
+    block is checked against its digest before its bytes reach a target tensor. Nothing that the
+    checkpoint says is run as code.
+
+    Args:
+        path: folder of the checkpoint: path, ``file://`` URL, `Tier`, or what `find_latest_valid`
+            returned.
+        verify: check digests. Stock checkpoints have none.
+        allow_pickle: let byte items run code when they are unpickled. Only for checkpoints whose
+            writer you trust.
+        allow_dtype_cast: convert tensors that were saved with another dtype; otherwise they are
+            an error.
+        threads: reads at once.
+        direct_io: None: past the page cache where the file system can; False: never.
+
+    Attributes:
+        bytes_read: what this rank read from storage in the last load, `.metadata` not counted.
+        bytes_needed: what it would have had to read at least.
+
+    Not thread-safe: one load at a time.
+    """
+
+    def __init__(
+        self,
+        path: Location,
+        *,
+        verify: bool = True,
+        allow_pickle: bool = False,
+        allow_dtype_cast: bool = False,
+        threads: int = 2,
+        direct_io: bool | None = None,
+    ) -> None:
+        super().__init__()
+        if threads < 1:
+            raise ValueError(f"threads must be at least 1, got {threads}")
+        self._direct_io = direct_io
+        self._tier = open_tier(path, direct_io=direct_io)
+        self._verify = verify
+        self._allow_pickle = allow_pickle
+        self._allow_dtype_cast = allow_dtype_cast
+        self._threads = threads
+        self.reset()
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """Start a new load, from ``checkpoint_id`` if given; all other options stay."""
+        if checkpoint_id is not None:
+            self._tier = open_tier(checkpoint_id, direct_io=self._direct_io)
+        self._metadata = Metadata({})
+        self._record: Record | None = None
+        self.bytes_read = 0
+        self.bytes_needed = 0
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Read and check ``.metadata``.
+
+        Raises:
+            BrokenMetadata: missing, cut short, damaged, or not a checkpoint's.
+            NewerFormat: written by a newer version of this package.
+        """
+        # DCP asks again with a rank when this failed, for checkpoints without a coordinator.
+        rank = kwargs.get("rank")
+        name = names.METADATA if rank is None else f"__{rank}{names.METADATA}"
+        try:
+            content = self._tier.read(name)
+        except FileNotFoundError as error:
+            raise BrokenMetadata(self._tier.location, f"there is no {name}") from error
+        metadata, self._record = metadata_format.load(content, self._tier.location)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = names.new_attempt()
+        return metadata
+
+    # DCP passes rank and use_collectives only to a parameter that is named `kwargs`.
+    def set_up_storage_reader(
+        self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
+    ) -> None:
+        """Take over the metadata that `read_metadata` returned."""
+        if metadata.storage_data is None:
+            raise BrokenMetadata(self._tier.location, "it names no items")
+        self._metadata = metadata
+
+    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
+        """Return the plan as it is."""
+        return plan
+
+    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
+        """Return the plans as they are."""
+        return plans
+
+    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
+        """Read all items of the plan into the targets that the planner names.
+
+        Raises:
+            DtypeDiffers: nothing was loaded.
+            UnsafePickle: a byte item needs code; tensors may be loaded already.
+            BrokenShard: see there for what became of the targets.
+        """
+        jobs = self._jobs(plan, planner)
+        fetcher = Fetcher(self._tier, self._record.files if self._record else {}, self._threads)
+        try:
+            self.bytes_read += fetcher.fetch(
+                [job.want for job in jobs],
+                [job.target for job in jobs],
+                [job.digests for job in jobs],
+            )
+        finally:
+            fetcher.close()
+        for job in jobs:
+            self._hand_over(job, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Job]:
+        entries: dict[MetadataIndex, StorageInfo] = self._metadata.storage_data
+        numbers = {index: number for number, index in enumerate(entries)}
+        starts = digest_starts(self._record.columns) if self._record else []
+        jobs: list[_Job] = []
+        differing: list[str] = []
+        for request in plan.items:
+            info = entries.get(request.storage_index)
+            if info is None:
+                raise BrokenMetadata(
+                    self._tier.location, f"it does not say where {request.storage_index} is"
+                )
+            number = numbers[request.storage_index]
+            payload = (info.offset, info.length, 0)
+            digests: Sequence[int] = ()
+            if self._record is not None:
+                columns = self._record.columns
+                payload = (
+                    columns.payload_offset[number],
+                    columns.payload_bytes[number],
+                    columns.block_bytes[number] if self._verify else 0,
+                )
+                if self._verify:
+                    digests = columns.digests[starts[number] : starts[number + 1]]
+            elif info.transform_descriptors:
+                raise StateMismatch(
+                    self._tier.location,
+                    f"{request.storage_index.fqn!r} was written through stream transforms "
+                    f"{list(info.transform_descriptors)}: load it with the reader that knows them",
+                )
+            ticket = len(jobs)
+            if request.type is LoadItemType.BYTE_IO:
+                jobs.append(_byte_job(ticket, request, info, payload, digests))
+                self.bytes_needed += payload[1]
+                continue
+            kept = self._metadata.state_dict_metadata[request.storage_index.fqn]
+            assert isinstance(kept, TensorStorageMetadata)
+            tensor = planner.resolve_tensor(request)
+            if tensor.dtype != kept.properties.dtype:
+                differing.append(
+                    f"{request.dest_index.fqn}: saved {kept.properties.dtype}, "
+                    f"wanted {tensor.dtype}"
+                )
+            jobs.append(self._tensor_job(ticket, request, info, payload, digests, kept, tensor))
+        if differing and not self._allow_dtype_cast:
+            raise DtypeDiffers(self._tier.location, differing)
+        return jobs
+
+    def _tensor_job(
+        self,
+        ticket: int,
+        request: ReadItem,
+        info: StorageInfo,
+        payload: tuple[int, int, int],
+        digests: Sequence[int],
+        kept: TensorStorageMetadata,
+        tensor: torch.Tensor,
+    ) -> _Job:
+        if tensor.shape != request.lengths:
+            raise StateMismatch(
+                self._tier.location,
+                f"{request.dest_index.fqn!r}: {list(request.lengths)} was planned, the planner "
+                f"gave a target of {list(tensor.shape)}",
+            )
+        offset, payload_bytes, block = payload
+        dtype = kept.properties.dtype
+        self.bytes_needed += tensor.numel() * dtype.itemsize
+        shape = _chunk_shape(kept, request.storage_index)
+        if self._record is None or payload_bytes != shape.numel() * dtype.itemsize:
+            # Only the archive itself says what is in it: stock wrote it, or a planner of the
+            # user's gave another dtype than it had planned.
+            job = _byte_job(ticket, request, info, (info.offset, info.length, 0), ())
+            job.tensor, job.archive = tensor, True
+            return job
+        span = span_of(shape, request.storage_offsets, request.lengths)
+        start, stop = round_to_blocks(
+            span.start * dtype.itemsize, span.stop * dtype.itemsize, block, payload_bytes
+        )
+        target = TensorTarget(tensor, tuple(shape), dtype, span)
+        want = Want(ticket, info.relative_path, offset, start, stop, block)
+        return _Job(request, target, want, digests, tensor)
+
+    def _hand_over(self, job: _Job, planner: LoadPlanner) -> None:
+        if job.tensor is None:
+            assert isinstance(job.target, BytesTarget)
+            self._check_bytes(job, planner)
+            planner.load_bytes(job.request, io.BytesIO(job.target.data))
+            return
+        if job.archive:
+            assert isinstance(job.target, BytesTarget)
+            self._unpack(job, job.tensor, job.target.data)
+        planner.commit_tensor(job.request, job.tensor)
+
+    def _check_bytes(self, job: _Job, planner: LoadPlanner) -> None:
+        """Refuse what other planners would unpickle without a second look."""
+        if self._allow_pickle or isinstance(planner, CheckFreqLoadPlanner):
+            return
+        assert isinstance(job.target, BytesTarget)
+        load_object(
+            io.BytesIO(job.target.data),
+            job.request.storage_index.fqn,
+            self._tier.location,
+            allow_pickle=False,
+        )
+
+    def _unpack(self, job: _Job, tensor: torch.Tensor, archive: bytearray) -> None:
+        key = job.request.storage_index.fqn
+        try:
+            saved = torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
+        except (RuntimeError, ValueError, EOFError) as error:
+            raise StateMismatch(
+                self._tier.location, f"{key!r} is not a torch.save archive: {error}"
+            ) from error
+        for dim, (start, length) in enumerate(
+            zip(job.request.storage_offsets, job.request.lengths, strict=True)
+        ):
+            saved = saved.narrow(dim, start, length)
+        tensor.detach().copy_(saved)
+
+    @property
+    def checkpoint_id(self) -> str:
+        """The folder this reader loads from."""
+        return self._tier.location
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Tell whether this reader could load from ``checkpoint_id``."""
+        try:
+            open_tier(checkpoint_id)
+        except BadLocation:
+            return False
+        return True
+
+
+def _byte_job(
+    ticket: int,
+    request: ReadItem,
+    info: StorageInfo,
+    payload: tuple[int, int, int],
+    digests: Sequence[int],
+) -> _Job:
+    offset, size, block = payload
+    want = Want(ticket, info.relative_path, offset, 0, size, block)
+    return _Job(request, BytesTarget(size), want, digests)
+
+
+def _chunk_shape(kept: TensorStorageMetadata, index: MetadataIndex) -> torch.Size:
+    if index.index is not None and index.index < len(kept.chunks):
+        chunk = kept.chunks[index.index]
+        if index.offset is None or chunk.offsets == index.offset:
+            return chunk.sizes
+    for chunk in kept.chunks:
+        if chunk.offsets == index.offset:
+            return chunk.sizes
+    raise KeyError(index)

@@ -1,0 +1,79 @@
+"""Where bytes that were read and checked go: straight into a tensor, or through a piece of scratch."""
+
+from __future__ import annotations
+
+import threading
+
+import torch
+
+from dcp_checkfreq.shards.codec import bytes_of
+from dcp_checkfreq.shards.read_plan import Want
+from dcp_checkfreq.shards.slices import Span, strides_of
+from dcp_checkfreq.storage.engines import copy_bytes
+
+
+class TensorTarget:
+    """Takes the bytes of one wanted box of a saved chunk.
+
+    If the box is one run of bytes and the tensor is plain CPU memory of the same dtype, bytes are
+    copied to where they belong. Otherwise they gather in scratch of the size of the span, and the
+    last part copies the box over (strided, cast, or to a device).
+
+    Args:
+        tensor: the box in the live state, any device, shape of the box.
+        shape: of the saved chunk.
+        dtype: of the saved chunk.
+        span: where the box is in the chunk, in elements.
+    """
+
+    def __init__(
+        self, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, span: Span
+    ) -> None:
+        self._tensor = tensor.detach()
+        self._strides = strides_of(shape)
+        self._start_bytes = span.start * dtype.itemsize
+        self._stop_bytes = span.stop * dtype.itemsize
+        self._missing_bytes = self._stop_bytes - self._start_bytes
+        self._lock = threading.Lock()
+        self._scratch: torch.Tensor | None = None
+        direct = (
+            span.dense
+            and tensor.is_cpu
+            and tensor.dtype == dtype
+            and tensor.is_contiguous()
+            and not (tensor.is_conj() or tensor.is_neg())
+        )
+        if not direct:
+            self._scratch = torch.empty(span.stop - span.start, dtype=dtype)
+        self._memory = bytes_of(self._tensor if self._scratch is None else self._scratch)
+
+    def take(self, want: Want, data: memoryview) -> None:
+        """Take payload bytes ``[want.start, want.stop)``; those outside of the box are dropped."""
+        start = max(want.start, self._start_bytes)
+        stop = min(want.stop, self._stop_bytes)
+        if start >= stop:
+            return
+        copy_bytes(
+            self._memory, start - self._start_bytes, data, start - want.start, stop - start
+        )
+        with self._lock:
+            self._missing_bytes -= stop - start
+            done = not self._missing_bytes
+        if done and self._scratch is not None:
+            box = self._scratch.as_strided(self._tensor.shape, self._strides)
+            self._tensor.copy_(box)
+            self._scratch = None
+
+
+class BytesTarget:
+    """Gathers a whole byte item."""
+
+    def __init__(self, size_bytes: int) -> None:
+        self.data = bytearray(size_bytes)
+
+    def take(self, want: Want, data: memoryview) -> None:
+        """Take payload bytes ``[want.start, want.stop)``."""
+        self.data[want.start : want.stop] = data
+
+
+Target = TensorTarget | BytesTarget
