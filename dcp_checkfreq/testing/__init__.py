@@ -2,6 +2,7 @@
 
 from dcp_checkfreq.testing.clock import ManualClock
 from dcp_checkfreq.testing.crash_tier import CrashTier, PowerLoss
+from dcp_checkfreq.testing.disk_calls import DiskCalls, at_disk_call
 from dcp_checkfreq.testing.faulty_tier import Fault, FaultyTier, GatedTier
 from dcp_checkfreq.testing.forwarding_tier import ForwardingTier
 from dcp_checkfreq.testing.memory_tier import MemoryTier
@@ -17,4 +18,6 @@ __all__ = [
     "ForwardingTier",
     "ManualClock",
     "TierSuite",
+    "at_disk_call",
+    "DiskCalls",
 ]
