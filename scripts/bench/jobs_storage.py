@@ -89,7 +89,7 @@ def _sizes(folder: Path) -> dict[str, float]:
     if not (folder / ".metadata").exists():
         return sizes
     metadata = dcp.FileSystemReader(folder).read_metadata()
-    envelopes = [0.0]
+    envelopes = []
     for index, stored in metadata.storage_data.items():
         tensor = metadata.state_dict_metadata[index.fqn]
         if not isinstance(tensor, TensorStorageMetadata):
@@ -99,4 +99,4 @@ def _sizes(folder: Path) -> dict[str, float]:
         payload_bytes = piece.sizes.numel() * tensor.properties.dtype.itemsize
         if payload_bytes >= LARGE_ITEM_BYTES:
             envelopes.append(stored.length - payload_bytes)
-    return sizes | {"large_item_envelope_bytes": float(max(envelopes))}
+    return sizes | ({"large_item_envelope_bytes": float(max(envelopes))} if envelopes else {})
