@@ -28,13 +28,13 @@ class RecordTooNew(RecordError):
 class Lineage:
     """Where a checkpoint stands in the history of a job.
 
-    ``superseded`` maps a run id to the last of its steps that this history kept: a run that
-    restored step 300 of run A holds ``{"A": 300}``, and A's step 5000 is an abandoned branch.
+    ``abandons`` maps a run id to the first of its steps that this history left behind: a run that
+    restored step 300 of run A holds ``{"A": 301}``, and A's step 5000 is an abandoned branch.
     """
 
     run_id: str
     parent_step: int | None = None
-    superseded: Mapping[str, int] = field(default_factory=dict)
+    abandons: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,7 +91,7 @@ def encode(record: Record) -> dict[str, Any]:
         "step": record.step,
         "run_id": lineage.run_id if lineage else None,
         "parent_step": lineage.parent_step if lineage else None,
-        "superseded": dict(lineage.superseded) if lineage else {},
+        "abandons": dict(lineage.abandons) if lineage else {},
         "files": dict(record.files),
         "digest": record.digest_algorithm,
         "payload_offset": _pack("Q", columns.payload_offset),
@@ -127,7 +127,7 @@ def decode(data: object) -> Record:
             lineage = Lineage(
                 run_id=_text(run_id),
                 parent_step=None if parent is None else _count(parent),
-                superseded={_text(k): _count(v) for k, v in data["superseded"].items()},
+                abandons={_text(k): _count(v) for k, v in data["abandons"].items()},
             )
         step = data["step"]
         record = Record(

@@ -4,16 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
 
 from dcp_checkfreq.errors import BrokenShard
 from dcp_checkfreq.format.digest import first_bad_block
 from dcp_checkfreq.shards.read_plan import Want, Window, windows
-from dcp_checkfreq.shards.targets import Target
 from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, borrowed, huge_buffer
 from dcp_checkfreq.storage.tier import RangeReader, Tier
 
 # Reading over a gap costs less than another request; the envelopes between payloads are gaps.
 MAX_GAP_BYTES = 16 << 10
+
+
+class Taker(Protocol):
+    """Whoever wants bytes. Called from several threads, never twice for the same bytes."""
+
+    def take(self, want: Want, data: memoryview) -> None:
+        """Take payload bytes ``[want.start, want.stop)``; ``data`` is only lent."""
+        ...
 
 
 class Fetcher:
@@ -32,7 +40,7 @@ class Fetcher:
         self._open: dict[str, RangeReader] = {}
 
     def fetch(
-        self, wants: Sequence[Want], targets: Sequence[Target], digests: Sequence[Sequence[int]]
+        self, wants: Sequence[Want], targets: Sequence[Taker], digests: Sequence[Sequence[int]]
     ) -> int:
         """Read every want and hand it to the target of its ticket; return the bytes read.
 
@@ -77,7 +85,7 @@ class Fetcher:
         return reader
 
     def _read(
-        self, window: Window, targets: Sequence[Target], digests: Sequence[Sequence[int]]
+        self, window: Window, targets: Sequence[Taker], digests: Sequence[Sequence[int]]
     ) -> int:
         reader = self.reader(window.file)
         stop = min(window.stop, reader.size_bytes)

@@ -1,0 +1,67 @@
+"""Rank 0 decides, all ranks hear the same. The only place that uses collectives."""
+
+from __future__ import annotations
+
+import datetime
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+
+class Agreement:
+    """A gloo group of its own, used by nothing else, or a job of one process.
+
+    Collectives of one group must come in the same order on all ranks: whoever uses `group` in a
+    background thread must be done before the next call here.
+
+    Args:
+        timeout_s: how long a rank waits for the others before it raises.
+    """
+
+    def __init__(self, *, timeout_s: float = 1800.0) -> None:
+        self.group: dist.ProcessGroup | None = None
+        self.rank, self.world_size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.group = dist.new_group(
+                backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)
+            )
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether there is no process group."""
+        return self.group is None
+
+    def decide(self, on_rank_0: Callable[[], T]) -> T:
+        """Call ``on_rank_0`` on rank 0 and return its result on all ranks, or raise its error."""
+        if self.group is None:
+            return on_rank_0()
+        answer: list[tuple[bool, object]] = [(False, None)]
+        if self.rank == 0:
+            try:
+                answer = [(True, on_rank_0())]
+            except Exception as error:  # noqa: BLE001  every rank raises it below
+                answer = [(False, error)]
+        dist.broadcast_object_list(answer, src=0, group=self.group)
+        succeeded, value = answer[0]
+        if not succeeded:
+            assert isinstance(value, BaseException)
+            raise value
+        return value  # type: ignore[return-value]
+
+    def gather(self, value: T) -> list[T]:
+        """Return every rank's value, in rank order, on all ranks."""
+        if self.group is None:
+            return [value]
+        values: list[T | None] = [None] * self.world_size
+        dist.all_gather_object(values, value, group=self.group)
+        return values  # type: ignore[return-value]
+
+    def close(self) -> None:
+        """Give up the group. May be called twice."""
+        if self.group is not None and dist.is_initialized():
+            dist.destroy_process_group(self.group)
+        self.group = None

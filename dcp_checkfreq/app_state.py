@@ -1,0 +1,225 @@
+"""What a training script hands to `Checkpointer`, as a state dict for DCP and back.
+
+Modules and optimizers go through torch's `get_*_state_dict`, so that DDP, FSDP2 and plain ones all
+reshard. Everything else (schedulers, samplers, plain values) is packed: one byte item that keeps
+key types, tuples and counters as they are, with large tensors beside it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, MutableMapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict import (
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.checkpoint.stateful import Stateful
+from torch.distributed.tensor import DTensor
+
+from dcp_checkfreq.errors import StateMismatch, UnsupportedState
+
+_TREE, _TENSORS = "tree", "tensors"
+_SLOT = "__dcp_checkfreq_tensor__"
+# Smaller tensors stay in the byte item: a file place of their own would cost more than they hold.
+_OWN_ITEM_FROM_BYTES = 16 << 10
+
+
+class PerRank:
+    """Marks a value that each rank keeps for itself (random states, positions per rank).
+
+    On another number of ranks, a rank that did not exist before keeps what it has.
+
+    Args:
+        value: a `Stateful` object, or a plain value; restored values are in ``value``.
+    """
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def pack(value: object) -> dict[str, Any]:
+    """Return ``{"tree": value without its large tensors, "tensors": [those]}``."""
+    tensors: list[torch.Tensor] = []
+    return {_TREE: _Leaf(_take_out(value, tensors)), _TENSORS: tensors}
+
+
+class _Leaf(tuple[Any]):
+    """A tuple, which DCP does not look into: the value inside stays one byte item."""
+
+    __slots__ = ()
+
+    def __new__(cls, value: object) -> Any:
+        return tuple.__new__(tuple, (value,))
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if isinstance(value, torch.Tensor):
+        if isinstance(value, DTensor) or value.nbytes >= _OWN_ITEM_FROM_BYTES:
+            tensors.append(value)
+            return (_SLOT, len(tensors) - 1)
+        return value
+    # Only exact types can be rebuilt from their items; others (Counter, ...) stay as they are.
+    if type(value) is dict:
+        return {key: _take_out(inner, tensors) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_take_out(inner, tensors) for inner in value)
+    return value
+
+
+def unpack(packed: Mapping[str, Any]) -> Any:
+    """Return the value of which `pack` made ``packed``."""
+    return _put_back(packed[_TREE][0], packed[_TENSORS])
+
+
+def _put_back(value: Any, tensors: list[torch.Tensor]) -> Any:
+    if type(value) is tuple and len(value) == 2 and value[0] == _SLOT:
+        return tensors[value[1]]
+    if type(value) is dict:
+        return {key: _put_back(inner, tensors) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_put_back(inner, tensors) for inner in value)
+    return value
+
+
+class AppState:
+    """The registered parts of a job.
+
+    Args:
+        parts: name to module, optimizer, `Stateful`, `PerRank` or plain value. Restored plain
+            values are put into this mapping.
+        rank: of this process.
+    """
+
+    def __init__(self, parts: MutableMapping[str, Any], rank: int) -> None:
+        if not parts:
+            raise ValueError("the state is empty: there would be nothing to save")
+        for name in parts:
+            if not isinstance(name, str) or not name or "." in name or "/" in name:
+                raise UnsupportedState(
+                    str(name), "part name", "names are non-empty text without dots or slashes"
+                )
+        self._parts = parts
+        self._rank = rank
+        modules = {k: v for k, v in parts.items() if isinstance(v, torch.nn.Module)}
+        self._owners = {
+            name: _owner(name, part, modules)
+            for name, part in parts.items()
+            if isinstance(part, torch.optim.Optimizer)
+        }
+
+    def _key(self, name: str) -> str:
+        return f"{name}/rank{self._rank}" if isinstance(self._parts[name], PerRank) else name
+
+    def capture(self) -> dict[str, Any]:
+        """Return the state dict to save. Tensors are the live ones; each part is asked once."""
+        return {self._key(name): self._capture(name) for name in self._parts}
+
+    def _capture(self, name: str) -> Any:
+        part = self._parts[name]
+        if isinstance(part, torch.nn.Module):
+            return get_model_state_dict(part)
+        if isinstance(part, torch.optim.Optimizer):
+            return get_optimizer_state_dict(self._owners[name], part)
+        if isinstance(part, PerRank):
+            part = part.value
+        return pack(part.state_dict() if isinstance(part, Stateful) else part)
+
+    def targets(self, metadata: Metadata, where: str) -> dict[str, Any]:
+        """Return a state dict for `dcp.load` to fill from the checkpoint with this metadata.
+
+        Modules and optimizers are filled in place; packed parts get room of their own.
+
+        Raises:
+            StateMismatch: the checkpoint lacks a registered part.
+        """
+        saved = metadata.state_dict_metadata
+        known = {key.split(".", 1)[0] for key in saved}
+        missing = [name for name in self._parts if not self._is_optional(name, known)]
+        if missing:
+            raise StateMismatch(
+                where,
+                f"it has no {', '.join(map(repr, missing))}; it has {', '.join(sorted(known))}. "
+                "Register the parts that were saved, or save anew",
+            )
+        return {
+            self._key(name): self._target(name, metadata)
+            for name in self._parts
+            if self._key(name) in known
+        }
+
+    def _is_optional(self, name: str, known: set[str]) -> bool:
+        if isinstance(self._parts[name], PerRank):
+            return any(key.startswith(f"{name}/rank") for key in known)
+        return name in known
+
+    def _target(self, name: str, metadata: Metadata) -> Any:
+        live = self._capture(name)
+        if isinstance(self._parts[name], (torch.nn.Module, torch.optim.Optimizer)):
+            return live
+        prefix = f"{self._key(name)}.{_TENSORS}."
+        saved = {
+            int(key[len(prefix) :]): kept
+            for key, kept in metadata.state_dict_metadata.items()
+            if key.startswith(prefix) and isinstance(kept, TensorStorageMetadata)
+        }
+        current = live[_TENSORS]
+        tensors = []
+        for number in range(len(saved)):
+            kept = saved[number]
+            like = current[number] if number < len(current) else None
+            if like is not None and like.shape == kept.size:
+                tensors.append(torch.empty_like(like, dtype=kept.properties.dtype))
+            else:
+                tensors.append(torch.empty(kept.size, dtype=kept.properties.dtype))
+        return {_TREE: _Leaf(None), _TENSORS: tensors}
+
+    def restore(self, loaded: Mapping[str, Any]) -> None:
+        """Put a filled state dict into the live parts."""
+        for name, part in list(self._parts.items()):
+            key = self._key(name)
+            if key not in loaded:
+                continue
+            value = loaded[key]
+            if isinstance(part, torch.nn.Module):
+                set_model_state_dict(part, value)
+            elif isinstance(part, torch.optim.Optimizer):
+                set_optimizer_state_dict(self._owners[name], part, value)
+            elif isinstance(part, PerRank):
+                part.value = _restored(part.value, unpack(value))
+            else:
+                self._parts[name] = _restored(part, unpack(value))
+
+
+def _restored(part: Any, value: Any) -> Any:
+    if isinstance(part, Stateful):
+        part.load_state_dict(value)
+        return part
+    return value
+
+
+def _owner(
+    name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]
+) -> torch.nn.Module:
+    """Return the module whose parameter names the optimizer's state is saved under."""
+    wanted = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    holders = {}
+    for key, module in modules.items():
+        held = {id(p) for p in module.parameters()}
+        if wanted <= held:
+            return module
+        if wanted & held:
+            holders[key] = module
+            wanted -= held
+            if not wanted:
+                return torch.nn.ModuleDict(holders)
+    raise UnsupportedState(
+        name,
+        type(optimizer).__name__,
+        "some of its parameters are in none of the registered modules, so they have no names to "
+        "be saved under. Register the module too",
+    )

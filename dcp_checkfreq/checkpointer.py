@@ -1,0 +1,454 @@
+"""`Checkpointer`: the one object that a training loop holds."""
+
+from __future__ import annotations
+
+import logging
+import os
+import uuid
+from collections.abc import MutableMapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Literal
+
+import torch.distributed.checkpoint as dcp
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.app_state import AppState
+from dcp_checkfreq.clock import Clock, SystemClock
+from dcp_checkfreq.errors import (
+    BrokenShard,
+    CheckFreqError,
+    NoValidCheckpoint,
+    PublishUnknown,
+    RootDiffers,
+    SaveFailed,
+    StepNotFound,
+    StepsExist,
+    TooManyFailures,
+)
+from dcp_checkfreq.format import metadata as metadata_format
+from dcp_checkfreq.format import names
+from dcp_checkfreq.format.index import Lineage
+from dcp_checkfreq.planner import CheckFreqLoadPlanner, CheckFreqSavePlanner
+from dcp_checkfreq.policy.retention import Retention, select_expired
+from dcp_checkfreq.reader import CheckFreqReader
+from dcp_checkfreq.recovery.clean import clean_root, delete_step
+from dcp_checkfreq.recovery.lease import LeaseFile
+from dcp_checkfreq.recovery.plan import StepRecord, abandoned_by
+from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole, scan
+from dcp_checkfreq.storage.open import Location, open_tier
+from dcp_checkfreq.writer import CheckFreqWriter
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What `Checkpointer.restore` put into the state."""
+
+    step: int
+    path: str
+    world_size: int  # ranks that saved it; 0 if not recorded
+    seconds: float  # from the call to the restored state, on this rank
+    passed_over: tuple[str, ...]  # newer steps that were not whole, with the reason
+
+
+@dataclass(frozen=True, slots=True)
+class _Choice:
+    record: StepRecord | None
+    abandons: dict[str, int]
+    passed_over: tuple[str, ...]
+
+
+class Checkpointer:
+    """Saves a job's state every so many steps in the background, and restores the newest whole one.
+
+    ::
+
+        with Checkpointer(root, {"model": model, "optim": optim, "data": sampler}, every=500) as ckpt:
+            ckpt.restore()
+            for batch in loader:
+                ...  # forward, backward, optim.step()
+                ckpt.after_step()
+
+    All ranks make it, and call its methods, at the same places. A save copies the state while
+    `after_step` runs and is written while training goes on. At most one save is in flight, and it
+    is never given up for a newer one: a crash loses at most the steps since the last published
+    save. A failed save leaves earlier checkpoints untouched and is reported by the next call.
+
+    Args:
+        root: folder of the run: path, ``file://`` URL or `Tier`; the same for all ranks.
+        state: name to module, optimizer, `Stateful` object (scheduler, sampler, ...), `PerRank` or
+            plain value. Restored plain values are put back into this mapping.
+        every: steps from one save to the next.
+        keep_last: published checkpoints of this history to keep.
+        keep_every: also keep steps that are multiples of this.
+        on_error: "log" goes on after a failed save, "raise" raises it at the next call.
+        max_failures: this many failed saves in a row raise `TooManyFailures` in any case.
+        threads: shard files that a rank writes or reads at once.
+        timeout_s: how long a rank waits for the others in a save or restore.
+        clock: where time comes from.
+
+    Raises:
+        RootDiffers: the ranks do not see the same folder under ``root``.
+    """
+
+    def __init__(
+        self,
+        root: Location,
+        state: MutableMapping[str, Any],
+        *,
+        every: int,
+        keep_last: int = 2,
+        keep_every: int | None = None,
+        on_error: Literal["log", "raise"] = "log",
+        max_failures: int = 3,
+        threads: int = 2,
+        timeout_s: float = 1800.0,
+        clock: Clock | None = None,
+    ) -> None:
+        if every < 1:
+            raise ValueError(f"every must be at least 1, got {every}")
+        if on_error not in ("log", "raise"):
+            raise ValueError(f"on_error must be 'log' or 'raise', got {on_error!r}")
+        self._every = every
+        self._rule = Retention(keep_last=keep_last, keep_every=keep_every)
+        self._raise_errors = on_error == "raise"
+        self._max_failures = max_failures
+        self._threads = threads
+        self._clock = clock or SystemClock()
+        self._root = open_tier(root)
+        self._agree = Agreement(timeout_s=timeout_s)
+        self._state = AppState(state, self._agree.rank)
+        self._planner = CheckFreqSavePlanner()
+        run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])
+        self._lineage: Lineage | None = None  # known once it is clear what this run goes on from
+        self._run_id = run_id
+        self._lease = LeaseFile(self._root, run_id, self._clock)
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkfreq-save")
+        self._in_flight: Future[None] | None = None
+        self._in_flight_step = -1
+        self._closed = False
+        self.step = 0
+        self.last_saved_step: int | None = None
+        self.failures_in_a_row = 0
+        self._check_root()
+
+    def _check_root(self) -> None:
+        """Make sure that a file made by rank 0 is seen by all: else no checkpoint would be whole."""
+        folder = self._root.child(names.RUN_FOLDER)
+        probe = f"probe-{self._run_id}"
+
+        def leave_probe() -> None:
+            folder.make()
+            folder.replace(probe, b"", scratch=f"{probe}.tmp")
+
+        self._agree.decide(leave_probe)
+        try:
+            folder.size(probe)
+            sees_it = True
+        except OSError:
+            sees_it = False
+        blind = [rank for rank, sees in enumerate(self._agree.gather(sees_it)) if not sees]
+        if self._agree.rank == 0:
+            folder.delete(probe)
+        if blind:
+            raise RootDiffers(
+                self._root.location,
+                f"ranks {blind} do not see what rank 0 writes there. Is it a disk of one node? "
+                "All ranks need the same shared folder",
+            )
+
+    # --- restoring ---
+
+    def restore(
+        self, step: int | None = None, *, depth: Depth = "size", fresh_start: bool = False
+    ) -> Restored | None:
+        """Put the newest whole checkpoint into the state, and go on from it.
+
+        A checkpoint that turns out damaged while it is read is passed over for the next older one.
+
+        Args:
+            step: this step instead of the newest. Newer ones are then an abandoned branch: this
+                run, and those that go on from it, never come back to them.
+            depth: "digest" reads and checks everything before choosing.
+            fresh_start: start from nothing although checkpoints are there.
+
+        Returns:
+            What was restored, or None for a fresh start.
+
+        Raises:
+            StepNotFound: ``step`` is not there or not whole.
+            NoValidCheckpoint: checkpoints are there, but none is whole.
+            LoadFailed: the checkpoint does not fit the state; see the subclasses.
+        """
+        self._finish_in_flight()
+        started_s = self._clock.monotonic_s()
+        broken: dict[str, str] = {}
+        while True:
+            choice = self._agree.decide(lambda: self._choose(step, depth, fresh_start, broken))
+            record = choice.record
+            if record is None:
+                self._go_on_from(None, choice.abandons)
+                return None
+            try:
+                self._load(record.name)
+            except CheckpointException as error:
+                cause = _cause(error)
+                if step is not None or not isinstance(cause, BrokenShard):
+                    raise cause from error
+                _log.warning("%s; trying the next older checkpoint", cause)
+                broken[record.name] = cause.why
+                continue
+            self._go_on_from(record, choice.abandons)
+            seconds = self._clock.monotonic_s() - started_s
+            path = os.path.join(self._root.location, record.name)
+            if self._agree.rank == 0:
+                _log.info("restored step %d from %s in %.2f s", record.step, path, seconds)
+            return Restored(record.step, path, record.world_size, seconds, choice.passed_over)
+
+    def _choose(
+        self, step: int | None, depth: Depth, fresh_start: bool, broken: dict[str, str]
+    ) -> _Choice:
+        """On rank 0: clean up, look, and decide what to go on from."""
+        holder = self._lease.held_by_other()
+        if holder is None:
+            self._lease.renew()
+            clean_root(self._root, now_s=self._clock.wall_s())
+        else:
+            _log.warning(
+                "%s: run %s on %s (pid %d) may still be at work there; nothing is cleaned up",
+                self._root.location, holder.run_id, holder.host, holder.pid,
+            )  # fmt: skip
+        if fresh_start:
+            return _Choice(None, abandoned_by(None, scan(self._root)), ())
+        if step is not None:
+            return self._choose_step(step, depth)
+        _, ranking, records = newest_whole(self._root, depth)
+        usable = [record for record in ranking.candidates if record.name not in broken]
+        newest = usable[0] if usable else None
+        reasons = [(passed.step, passed.name, passed.reason) for passed in ranking.rejected]
+        reasons += [(r.step, r.name, broken[r.name]) for r in ranking.candidates if r.name in broken]
+        passed_over = tuple(
+            f"{name}: {reason}"
+            for at, name, reason in sorted(reasons, reverse=True)
+            if newest is None or at >= newest.step
+        )
+        for text in passed_over:
+            _log.warning("%s: passed over %s", self._root.location, text)
+        published = [record for record in records if record.attempt or record.problem is None]
+        if newest is None and (published or broken):
+            raise NoValidCheckpoint(
+                self._root.location,
+                f"none of its checkpoints is whole ({'; '.join(passed_over)}). Pass "
+                "fresh_start=True to start from nothing",
+            )
+        return _Choice(newest, abandoned_by(newest, records), passed_over)
+
+    def _choose_step(self, step: int, depth: Depth) -> _Choice:
+        records = scan(self._root)
+        of_step = [record for record in records if record.step == step]
+        whole = [record for record in of_step if record.problem is None]
+        problem = of_step[0].problem if of_step else "it is not there"
+        if whole and depth == "digest":
+            problem = check_digests(self._root.child(whole[0].name))
+        elif whole:
+            problem = None
+        if problem is not None:
+            others = sorted(record.step for record in records if record.problem is None)
+            raise StepNotFound(
+                self._root.location, f"step {step}: {problem}; whole steps are {others}"
+            )
+        return _Choice(whole[0], abandoned_by(whole[0], records), ())
+
+    def _load(self, name: str) -> None:
+        folder = self._root.child(name)
+        reader = CheckFreqReader(folder, threads=self._threads)
+        metadata, _ = self._agree.decide(
+            lambda: metadata_format.load(folder.read(names.METADATA), folder.location)
+        )
+        target = self._state.targets(metadata, folder.location)
+        dcp.load(
+            target,
+            storage_reader=reader,
+            planner=CheckFreqLoadPlanner(),
+            process_group=self._agree.group,
+            no_dist=self._agree.is_alone,
+        )
+        self._state.restore(target)
+
+    def _go_on_from(self, record: StepRecord | None, abandons: dict[str, int]) -> None:
+        self.step = 0 if record is None else record.step
+        self.last_saved_step = None if record is None else record.step
+        self._lineage = Lineage(
+            run_id=self._run_id,
+            parent_step=None if record is None else record.step,
+            abandons=abandons,
+        )
+
+    # --- saving ---
+
+    def after_step(self, step: int | None = None) -> None:
+        """Say that a training step is done; starts a save when one is due.
+
+        Args:
+            step: number of the step that is done; default: one more than the last.
+
+        Raises:
+            SaveFailed: a background save failed (see ``on_error`` and ``max_failures``).
+        """
+        self._report_finished()
+        self.step = self.step + 1 if step is None else step
+        if self.step % self._every == 0:
+            self.save()
+
+    def save(self, *, wait: bool = False) -> None:
+        """Save the state as it is now, as the current step.
+
+        Waits for the save before, copies the state, and returns while it is being written. With
+        ``wait`` it returns when the checkpoint is published, and raises if it is not.
+        """
+        self._finish_in_flight()
+        if self._closed:
+            raise SaveFailed(self._root.location, "this Checkpointer is closed")
+        if self._lineage is None:
+            self._agree.decide(self._refuse_foreign_steps)
+            self._go_on_from_here()
+        step = self.step
+        folder = self._root.child(names.step_folder(step))
+        writer = CheckFreqWriter(
+            folder,
+            threads=self._threads,
+            lineage=self._lineage,
+            overwrite=self._agree.rank == 0 and self._is_abandoned(step),
+        )
+        staged = writer.stage(self._state.capture())
+        self._in_flight_step = step
+        self._in_flight = self._pool.submit(self._write, writer, staged, step)
+        if wait:
+            self._finish_in_flight(must_raise=True)
+
+    def _go_on_from_here(self) -> None:
+        step = self.step
+        self._go_on_from(None, {})
+        self.step = step
+
+    def _refuse_foreign_steps(self) -> None:
+        whole = sorted(record.step for record in scan(self._root) if record.problem is None)
+        if whole:
+            raise StepsExist(
+                self._root.location,
+                f"it holds steps {whole} of another run. Call restore() before saving, with "
+                "fresh_start=True if this run is to start from nothing",
+            )
+
+    def _is_abandoned(self, step: int) -> bool:
+        """On rank 0: whether the checkpoint in the way, if any, is on a branch left behind."""
+        assert self._lineage is not None
+        for record in scan(self._root):
+            if record.name == names.step_folder(step) and record.problem is None:
+                first = self._lineage.abandons.get(record.run_id)
+                return first is not None and step >= first
+        return False
+
+    def _write(self, writer: CheckFreqWriter, staged: dict[str, Any], step: int) -> None:
+        """In the background thread: write, publish, and on rank 0 let old checkpoints go."""
+        try:
+            dcp.save(
+                staged,
+                storage_writer=writer,
+                planner=self._planner,
+                process_group=self._agree.group,
+                no_dist=self._agree.is_alone,
+            )
+        except CheckpointException as error:
+            cause = _cause(error)
+            if not isinstance(cause, PublishUnknown):
+                writer.abandon()
+            raise cause from error
+        finally:
+            writer.close()
+        if self._agree.rank == 0:
+            self._after_publish()
+
+    def _after_publish(self) -> None:
+        """Renew the lease and delete what the retention rule lets go; never fails a good save."""
+        assert self._lineage is not None
+        try:
+            self._lease.renew()
+            _, ranking, _ = newest_whole(self._root, "size")
+            by_step = {record.step: record.name for record in ranking.candidates}
+            for step in select_expired(by_step, self._rule):
+                delete_step(self._root, by_step[step])
+        except OSError as error:
+            _log.warning("%s: old checkpoints stay for now: %s", self._root.location, error)
+
+    def wait(self) -> None:
+        """Wait until the save in flight is published, and report it like `after_step`."""
+        self._finish_in_flight()
+
+    def _report_finished(self) -> None:
+        if self._in_flight is not None and self._in_flight.done():
+            self._finish_in_flight()
+
+    def _finish_in_flight(self, *, must_raise: bool = False) -> None:
+        future, self._in_flight = self._in_flight, None
+        if future is None:
+            return
+        error = future.exception()
+        step = self._in_flight_step
+        if error is None:
+            self.last_saved_step = step
+            self.failures_in_a_row = 0
+            return
+        self.failures_in_a_row += 1
+        _log.error("step %d was not saved: %s", step, error)
+        if self._raise_errors or must_raise:
+            raise error
+        if self.failures_in_a_row >= self._max_failures:
+            raise TooManyFailures(
+                self._root.location,
+                f"the last {self.failures_in_a_row} saves failed; last published step: "
+                f"{self.last_saved_step}; last error: {error}",
+            ) from error
+
+    def close(self) -> None:
+        """Wait for the save in flight and give everything back. May be called twice.
+
+        Raises:
+            SaveFailed: the last save failed: unlike `after_step`, whatever ``on_error`` says.
+        """
+        if self._closed:
+            return
+        self._closed = True
+        try:
+            self._finish_in_flight(must_raise=True)
+        finally:
+            self._pool.shutdown()
+            if self._agree.rank == 0:
+                self._lease.release()
+            self._agree.close()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        try:
+            self.close()
+        except CheckFreqError as failed:
+            if error is None:
+                raise
+            _log.error("while leaving because of another error: %s", failed)  # noqa: TRY400
+
+
+def _cause(error: CheckpointException) -> BaseException:
+    """Return the error of the lowest rank that failed, rather than DCP's wrapper."""
+    _, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    return cause

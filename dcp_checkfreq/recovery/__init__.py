@@ -1,0 +1,1 @@
+"""Which checkpoint to go on from, and what dead attempts left behind."""

@@ -1,0 +1,86 @@
+"""Who is at work in a root: a small file that rank 0 of a run keeps, so that no other run cleans up.
+
+A lease never decides what is whole or newest; it only holds back deleting.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from dataclasses import asdict, dataclass
+
+from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.format.names import LEASE, RUN_FOLDER, new_attempt
+from dcp_checkfreq.storage.tier import Tier
+
+TTL_S = 1800.0  # a run that has not saved for this long no longer holds others back
+
+
+@dataclass(frozen=True, slots=True)
+class RunLease:
+    """The content of the lease file."""
+
+    run_id: str
+    host: str
+    pid: int
+    renewed_s: float  # seconds since the epoch by the holder's clock
+
+
+def is_live(lease: RunLease | None, *, run_id: str, host: str, pid_alive: bool, now_s: float) -> bool:
+    """Tell whether another run may still be at work. Pure.
+
+    Args:
+        lease: what the file says; None if there is none.
+        run_id: of the run that asks; its own lease does not count.
+        host: where the run that asks is.
+        pid_alive: whether the holder's pid exists on this host; only looked at if hosts match.
+        now_s: seconds since the epoch.
+    """
+    if lease is None or lease.run_id == run_id:
+        return False
+    if lease.host == host:
+        return pid_alive
+    return abs(now_s - lease.renewed_s) < TTL_S
+
+
+class LeaseFile:
+    """The lease of one run on one root. Used by rank 0 only."""
+
+    def __init__(self, root: Tier, run_id: str, clock: Clock) -> None:
+        self._tier = root.child(RUN_FOLDER)
+        self._run_id = run_id
+        self._clock = clock
+
+    def held_by_other(self) -> RunLease | None:
+        """Return the lease of another run that may still be at work."""
+        lease = self._read()
+        alive = lease is not None and os.path.exists(f"/proc/{lease.pid}")
+        live = is_live(
+            lease,
+            run_id=self._run_id,
+            host=socket.gethostname(),
+            pid_alive=alive,
+            now_s=self._clock.wall_s(),
+        )
+        return lease if live else None
+
+    def renew(self) -> None:
+        """Say that this run is at work."""
+        lease = RunLease(self._run_id, socket.gethostname(), os.getpid(), self._clock.wall_s())
+        self._tier.make()
+        self._tier.replace(
+            LEASE, json.dumps(asdict(lease)).encode(), scratch=f"{LEASE}.{new_attempt()}.tmp"
+        )
+
+    def release(self) -> None:
+        """Say that this run is done, unless another one has taken over."""
+        lease = self._read()
+        if lease is not None and lease.run_id == self._run_id:
+            self._tier.delete(LEASE)
+
+    def _read(self) -> RunLease | None:
+        try:
+            return RunLease(**json.loads(self._tier.read(LEASE)))
+        except (FileNotFoundError, ValueError, TypeError):
+            return None  # no lease, or one that says nothing

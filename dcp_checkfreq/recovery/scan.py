@@ -1,0 +1,141 @@
+"""Reads the step folders of a root into records, without changing anything."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_checkfreq.errors import BrokenShard, LoadFailed
+from dcp_checkfreq.format import metadata as metadata_format
+from dcp_checkfreq.format import names
+from dcp_checkfreq.format.index import Record, digest_starts
+from dcp_checkfreq.recovery.plan import Ranking, Rejected, StepRecord, rank
+from dcp_checkfreq.shards.fetch import Fetcher
+from dcp_checkfreq.shards.read_plan import Want
+from dcp_checkfreq.storage.tier import Entry, Tier
+
+Depth = Literal["size", "digest"]
+
+
+class _Nowhere:
+    """A target for bytes that are only checked."""
+
+    def take(self, want: Want, data: memoryview) -> None:
+        """Drop the bytes; the fetcher has compared their digests."""
+
+
+def scan(root: Tier) -> list[StepRecord]:
+    """Return one record per step folder of ``root``, in no order. Foreign names are skipped.
+
+    Whole means here: ``.metadata`` is readable and every file that it names has its exact size
+    (stock checkpoints: is long enough for what is in it). No payload is read.
+    """
+    records = []
+    for entry in root.list():
+        step = names.parse_step(entry.name)
+        if step is not None and entry.is_folder:
+            records.append(_examine(root.child(entry.name), entry.name, step))
+    return records
+
+
+def newest_whole(root: Tier, depth: Depth) -> tuple[StepRecord | None, Ranking, list[StepRecord]]:
+    """Return the newest whole step, the ranking behind it, and all that was found.
+
+    With ``depth="digest"`` every block of the candidate is read and compared; a candidate that
+    fails is rejected and the next one tried. The ranking's `rejected` then includes it.
+    """
+    records = scan(root)
+    ranking = rank(records)
+    if depth == "size":
+        return next(iter(ranking.candidates), None), ranking, records
+    failed: list[Rejected] = []
+    for number, candidate in enumerate(ranking.candidates):
+        problem = check_digests(root.child(candidate.name))
+        if problem is None:
+            left = Ranking(ranking.candidates[number:], (*failed, *ranking.rejected))
+            return candidate, left, records
+        failed.append(Rejected(candidate.name, candidate.step, problem))
+    return None, Ranking((), (*failed, *ranking.rejected)), records
+
+
+def _examine(folder: Tier, name: str, step: int) -> StepRecord:
+    try:
+        metadata, record = _read(folder)
+        problem = _wrong_size(folder.list(), metadata, record)
+    except FileNotFoundError:
+        return StepRecord(name=name, step=step, problem="not published: there is no .metadata")
+    except LoadFailed as error:
+        return StepRecord(name=name, step=step, problem=error.why)
+    if record is None:
+        return StepRecord(name=name, step=step, problem=problem)
+    lineage = record.lineage
+    return StepRecord(
+        name=name,
+        step=step,
+        problem=problem,
+        attempt=record.attempt,
+        world_size=record.world_size,
+        run_id=lineage.run_id if lineage else "",
+        abandons=lineage.abandons if lineage else {},
+    )
+
+
+def _read(folder: Tier) -> tuple[Metadata, Record | None]:
+    return metadata_format.load(folder.read(names.METADATA), folder.location)
+
+
+def _wrong_size(
+    entries: Sequence[Entry], metadata: Metadata, record: Record | None
+) -> str | None:
+    sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
+    if record is not None:
+        for file, size in record.files.items():
+            if file not in sizes:
+                return f"{file} is missing"
+            if sizes[file] != size:
+                return f"{file} has {sizes[file]} bytes, it was saved with {size}"
+        return None
+    for info in (metadata.storage_data or {}).values():
+        if info.relative_path not in sizes:
+            return f"{info.relative_path} is missing"
+        if sizes[info.relative_path] < info.offset + info.length:
+            return f"{info.relative_path} is cut short at {sizes[info.relative_path]} bytes"
+    return None
+
+
+def check_digests(folder: Tier, *, threads: int = 2) -> str | None:
+    """Read every payload of a checkpoint and compare its digests.
+
+    Returns:
+        None if all match, else what is wrong. Stock checkpoints have no digests and always pass.
+    """
+    try:
+        metadata, record = _read(folder)
+        if record is None:
+            return None
+        files = [info.relative_path for info in metadata.storage_data.values()]
+        columns = record.columns
+        starts = digest_starts(columns)
+        wants = [
+            Want(ticket, file, columns.payload_offset[ticket], 0, size, columns.block_bytes[ticket])
+            for ticket, (file, size) in enumerate(
+                zip(files, columns.payload_bytes, strict=True)
+            )
+        ]
+        digests = [
+            columns.digests[start:stop] for start, stop in zip(starts, starts[1:], strict=False)
+        ]
+        fetcher = Fetcher(folder, record.files, threads)
+        try:
+            fetcher.fetch(wants, [_Nowhere()] * len(wants), digests)
+        finally:
+            fetcher.close()
+    except FileNotFoundError:
+        return "there is no .metadata"
+    except BrokenShard as error:
+        return error.why
+    except LoadFailed as error:
+        return error.why
+    return None
