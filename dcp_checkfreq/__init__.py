@@ -14,29 +14,77 @@ if TYPE_CHECKING:
     from dcp_checkfreq.checkpointer import Restored as Restored
     from dcp_checkfreq.errors import (
         BadLocation as BadLocation,
+    )
+    from dcp_checkfreq.errors import (
         BrokenMetadata as BrokenMetadata,
+    )
+    from dcp_checkfreq.errors import (
         BrokenShard as BrokenShard,
+    )
+    from dcp_checkfreq.errors import (
         CheckFreqError as CheckFreqError,
+    )
+    from dcp_checkfreq.errors import (
         CheckpointExists as CheckpointExists,
+    )
+    from dcp_checkfreq.errors import (
         DtypeDiffers as DtypeDiffers,
+    )
+    from dcp_checkfreq.errors import (
         ItemsMissing as ItemsMissing,
+    )
+    from dcp_checkfreq.errors import (
         LoadFailed as LoadFailed,
+    )
+    from dcp_checkfreq.errors import (
         NewerFormat as NewerFormat,
+    )
+    from dcp_checkfreq.errors import (
         NoValidCheckpoint as NoValidCheckpoint,
+    )
+    from dcp_checkfreq.errors import (
         PlanCacheStale as PlanCacheStale,
+    )
+    from dcp_checkfreq.errors import (
         PublishUnknown as PublishUnknown,
+    )
+    from dcp_checkfreq.errors import (
         RecoveryFailed as RecoveryFailed,
+    )
+    from dcp_checkfreq.errors import (
         ReplicasDiffer as ReplicasDiffer,
+    )
+    from dcp_checkfreq.errors import (
         RootDiffers as RootDiffers,
+    )
+    from dcp_checkfreq.errors import (
         SaveFailed as SaveFailed,
+    )
+    from dcp_checkfreq.errors import (
         SnapshotFailed as SnapshotFailed,
+    )
+    from dcp_checkfreq.errors import (
         StateMismatch as StateMismatch,
+    )
+    from dcp_checkfreq.errors import (
         StepNotFound as StepNotFound,
+    )
+    from dcp_checkfreq.errors import (
         StepsExist as StepsExist,
+    )
+    from dcp_checkfreq.errors import (
         TooManyFailures as TooManyFailures,
+    )
+    from dcp_checkfreq.errors import (
         UnsafePickle as UnsafePickle,
+    )
+    from dcp_checkfreq.errors import (
         UnsupportedOption as UnsupportedOption,
+    )
+    from dcp_checkfreq.errors import (
         UnsupportedState as UnsupportedState,
+    )
+    from dcp_checkfreq.errors import (
         WriteFailed as WriteFailed,
     )
     from dcp_checkfreq.latest import Found as Found

@@ -43,18 +43,12 @@ class PerRank:
 
 
 def pack(value: object) -> dict[str, Any]:
-    """Return ``{"tree": value without its large tensors, "tensors": [those]}``."""
+    """Return ``{"tree": (value without its large tensors,), "tensors": [those]}``.
+
+    DCP does not look into tuples, so what is inside of one stays a single byte item.
+    """
     tensors: list[torch.Tensor] = []
-    return {_TREE: _Leaf(_take_out(value, tensors)), _TENSORS: tensors}
-
-
-class _Leaf(tuple[Any]):
-    """A tuple, which DCP does not look into: the value inside stays one byte item."""
-
-    __slots__ = ()
-
-    def __new__(cls, value: object) -> Any:
-        return tuple.__new__(tuple, (value,))
+    return {_TREE: (_take_out(value, tensors),), _TENSORS: tensors}
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
@@ -176,7 +170,7 @@ class AppState:
                 tensors.append(torch.empty_like(like, dtype=kept.properties.dtype))
             else:
                 tensors.append(torch.empty(kept.size, dtype=kept.properties.dtype))
-        return {_TREE: _Leaf(None), _TENSORS: tensors}
+        return {_TREE: (None,), _TENSORS: tensors}
 
     def restore(self, loaded: Mapping[str, Any]) -> None:
         """Put a filled state dict into the live parts."""

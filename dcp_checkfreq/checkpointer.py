@@ -230,7 +230,9 @@ class Checkpointer:
         usable = [record for record in ranking.candidates if record.name not in broken]
         newest = usable[0] if usable else None
         reasons = [(passed.step, passed.name, passed.reason) for passed in ranking.rejected]
-        reasons += [(r.step, r.name, broken[r.name]) for r in ranking.candidates if r.name in broken]
+        reasons += [
+            (r.step, r.name, broken[r.name]) for r in ranking.candidates if r.name in broken
+        ]
         passed_over = tuple(
             f"{name}: {reason}"
             for at, name, reason in sorted(reasons, reverse=True)
@@ -445,7 +447,7 @@ class Checkpointer:
         except CheckFreqError as failed:
             if error is None:
                 raise
-            _log.error("while leaving because of another error: %s", failed)  # noqa: TRY400
+            _log.error("while leaving because of another error: %s", failed)
 
 
 def _cause(error: CheckpointException) -> BaseException:

@@ -12,8 +12,19 @@ from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE, Metadata, StorageMeta
-from torch.distributed.checkpoint.planner import ReadItem, SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.metadata import (
+    STATE_DICT_TYPE,
+    Metadata,
+    StorageMeta,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import (
+    LoadPlan,
+    ReadItem,
+    SavePlan,
+    WriteItem,
+    WriteItemType,
+)
 from torch.distributed.tensor import DTensor, Shard
 
 from dcp_checkfreq.errors import PlanCacheStale, ReplicasDiffer, StateMismatch
@@ -224,6 +235,30 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
         if metadata is not None and metadata.storage_meta is not None:
             self._where = str(metadata.storage_meta.checkpoint_id)
 
+    def create_local_plan(self) -> LoadPlan:
+        """Return what this rank reads.
+
+        Raises:
+            StateMismatch: keys are missing in the checkpoint, or shapes differ.
+        """
+        assert self.metadata is not None
+        saved = self.metadata.state_dict_metadata
+        if not self.allow_partial_load:
+            # Stock planners stop at the first; whoever has to mend a model wants to see them all.
+            missing = [key for key in self.state_dict if key not in saved]
+            if missing and not set(saved) - set(self.state_dict):
+                raise StateMismatch(self._where, f"it lacks {_listed(missing)}")
+        differing = [
+            f"{key}: saved {list(kept.size)}, wanted {list(value.shape)}"
+            for key, value in self.state_dict.items()
+            if isinstance(value, torch.Tensor)
+            and isinstance(kept := saved.get(key), TensorStorageMetadata)
+            and kept.size != value.shape
+        ]
+        if differing:
+            raise StateMismatch(self._where, f"shapes differ: {_listed(differing)}")
+        return super().create_local_plan()
+
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle a byte item and put it where it was.
 
@@ -240,6 +275,10 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
             container[_real_key(container, path[-1])] = loaded
         except (TypeError, IndexError) as error:
             raise StateMismatch(self._where, f"{key!r} has no place in the state") from error
+
+
+def _listed(texts: Sequence[str]) -> str:
+    return "; ".join(texts[:5]) + (f"; and {len(texts) - 5} more" if len(texts) > 5 else "")
 
 
 def _real_key(container: Any, part: str | int) -> Any:

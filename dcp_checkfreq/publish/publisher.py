@@ -49,5 +49,7 @@ def _settle(tier: Tier, record: bytes, error: OSError) -> None:
     except OSError as second:
         raise PublishUnknown(tier.location, f"{error}, then {second}") from error
     if error.errno in _REFUSED:
-        raise SaveFailed(tier.location, f"the commit record could not be written: {error}") from error
+        raise SaveFailed(
+            tier.location, f"the commit record could not be written: {error}"
+        ) from error
     raise PublishUnknown(tier.location, str(error)) from error

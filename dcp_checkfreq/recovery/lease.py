@@ -27,7 +27,9 @@ class RunLease:
     renewed_s: float  # seconds since the epoch by the holder's clock
 
 
-def is_live(lease: RunLease | None, *, run_id: str, host: str, pid_alive: bool, now_s: float) -> bool:
+def is_live(
+    lease: RunLease | None, *, run_id: str, host: str, pid_alive: bool, now_s: float
+) -> bool:
     """Tell whether another run may still be at work. Pure.
 
     Args:

@@ -71,9 +71,7 @@ def rank(records: Iterable[StepRecord]) -> Ranking:
     return Ranking(tuple(candidates), tuple(rejected))
 
 
-def abandoned_by(
-    resumed: StepRecord | None, records: Sequence[StepRecord]
-) -> dict[str, int]:
+def abandoned_by(resumed: StepRecord | None, records: Sequence[StepRecord]) -> dict[str, int]:
     """Return the `abandons` of a run that goes on from ``resumed`` (None: from nothing).
 
     Every whole step behind that point, of any run, belongs to a history that is left behind.

@@ -86,9 +86,7 @@ def _read(folder: Tier) -> tuple[Metadata, Record | None]:
     return metadata_format.load(folder.read(names.METADATA), folder.location)
 
 
-def _wrong_size(
-    entries: Sequence[Entry], metadata: Metadata, record: Record | None
-) -> str | None:
+def _wrong_size(entries: Sequence[Entry], metadata: Metadata, record: Record | None) -> str | None:
     sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
     if record is not None:
         for file, size in record.files.items():
@@ -120,9 +118,7 @@ def check_digests(folder: Tier, *, threads: int = 2) -> str | None:
         starts = digest_starts(columns)
         wants = [
             Want(ticket, file, columns.payload_offset[ticket], 0, size, columns.block_bytes[ticket])
-            for ticket, (file, size) in enumerate(
-                zip(files, columns.payload_bytes, strict=True)
-            )
+            for ticket, (file, size) in enumerate(zip(files, columns.payload_bytes, strict=True))
         ]
         digests = [
             columns.digests[start:stop] for start, stop in zip(starts, starts[1:], strict=False)

@@ -68,9 +68,12 @@ def tensor_item(tensor: torch.Tensor, key: str, envelopes: Envelopes) -> Item:
     Raises:
         UnsupportedState: see `check_storable`.
     """
-    if type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter:
-        check_storable(tensor, key)
-    elif tensor.layout != torch.strided or tensor.is_meta or tensor.is_quantized:
+    if (
+        (type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter)
+        or tensor.layout != torch.strided
+        or tensor.is_meta
+        or tensor.is_quantized
+    ):
         check_storable(tensor, key)
     envelope = envelopes.get(tensor.dtype, tuple(tensor.shape))
     size = envelope.payload_bytes

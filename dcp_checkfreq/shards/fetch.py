@@ -100,22 +100,16 @@ class Fetcher:
                 begin = want.payload_offset + want.start - window.start
                 data = memory[begin : begin + want.stop - want.start]
                 if len(data) != want.stop - want.start:
-                    raise BrokenShard(
-                        self._tier.location, f"{window.file} ends inside of an item"
-                    )
+                    raise BrokenShard(self._tier.location, f"{window.file} ends inside of an item")
                 self._check(window.file, want, data, digests[want.ticket])
                 targets[want.ticket].take(want, data)
         return size
 
-    def _check(
-        self, file: str, want: Want, data: memoryview, digests: Sequence[int]
-    ) -> None:
+    def _check(self, file: str, want: Want, data: memoryview, digests: Sequence[int]) -> None:
         if not digests:
             return
         first = want.start // want.block
-        bad = first_bad_block(
-            data, want.block, digests[first : first - (-len(data) // want.block)]
-        )
+        bad = first_bad_block(data, want.block, digests[first : first - (-len(data) // want.block)])
         if bad is not None:
             at = want.payload_offset + want.start + bad * want.block
             raise BrokenShard(

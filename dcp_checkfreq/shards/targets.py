@@ -53,9 +53,7 @@ class TensorTarget:
         stop = min(want.stop, self._stop_bytes)
         if start >= stop:
             return
-        copy_bytes(
-            self._memory, start - self._start_bytes, data, start - want.start, stop - start
-        )
+        copy_bytes(self._memory, start - self._start_bytes, data, start - want.start, stop - start)
         with self._lock:
             self._missing_bytes -= stop - start
             done = not self._missing_bytes
