@@ -93,7 +93,7 @@ class AppState:
         if not parts:
             raise ValueError("the state is empty: there would be nothing to save")
         for name in parts:
-            if not isinstance(name, str) or not name or "." in name or "/" in name:
+            if not name or "." in name or "/" in name:
                 raise UnsupportedState(
                     str(name), "part name", "names are non-empty text without dots or slashes"
                 )

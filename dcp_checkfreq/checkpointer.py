@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.app_state import AppState
@@ -67,7 +68,7 @@ class Checkpointer:
 
     ::
 
-        with Checkpointer(root, {"model": model, "optim": optim, "data": sampler}, every=500) as ckpt:
+        with Checkpointer(root, {"model": model, "optim": optim}, every=500) as ckpt:
             ckpt.restore()
             for batch in loader:
                 ...  # forward, backward, optim.step()
@@ -137,7 +138,7 @@ class Checkpointer:
         self._check_root()
 
     def _check_root(self) -> None:
-        """Make sure that a file made by rank 0 is seen by all: else no checkpoint would be whole."""
+        """Make sure that all ranks see what rank 0 writes: else nothing would ever be whole."""
         folder = self._root.child(names.RUN_FOLDER)
         probe = f"probe-{self._run_id}"
 
@@ -272,7 +273,7 @@ class Checkpointer:
             lambda: metadata_format.load(folder.read(names.METADATA), folder.location)
         )
         target = self._state.targets(metadata, folder.location)
-        dcp.load(
+        dcp_load(
             target,
             storage_reader=reader,
             planner=CheckFreqLoadPlanner(),
@@ -358,7 +359,7 @@ class Checkpointer:
     def _write(self, writer: CheckFreqWriter, staged: dict[str, Any], step: int) -> None:
         """In the background thread: write, publish, and on rank 0 let old checkpoints go."""
         try:
-            dcp.save(
+            dcp_save(
                 staged,
                 storage_writer=writer,
                 planner=self._planner,

@@ -3,7 +3,7 @@
     CheckFreqError
     |-- BadLocation              the path or URL cannot be used; nothing was read or written
     |-- UnsupportedOption        a DCP option that would break a promise; nothing was written
-    |-- UnsupportedState         the state holds something that could not be loaded again; not written
+    |-- UnsupportedState         the state holds what could not be loaded again; not written
     |-- SnapshotFailed           no snapshot buffer; nothing was written
     |-- SaveFailed               this save is not published, earlier checkpoints are untouched
     |   |-- CheckpointExists     a whole checkpoint is there already and stays
@@ -174,7 +174,7 @@ class PlanCacheStale(SaveFailed):
 
 
 class PublishUnknown(SaveFailed):
-    """The commit got no clear answer: the checkpoint may or may not be there. Nothing was deleted."""
+    """The commit got no clear answer: it may have landed or not. Nothing was deleted."""
 
     exit_code = 26
 

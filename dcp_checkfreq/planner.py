@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import (
-    STATE_DICT_TYPE,
     Metadata,
     StorageMeta,
     TensorStorageMetadata,
@@ -30,7 +29,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dcp_checkfreq.errors import PlanCacheStale, ReplicasDiffer, StateMismatch
 from dcp_checkfreq.format.digest import digest
 from dcp_checkfreq.format.safe_bytes import load_object
-from dcp_checkfreq.shards.codec import bytes_of, dense
+from dcp_checkfreq.shards.codec import bytes_of, dense, is_sharded_tensor
 
 Signature = list[tuple[object, ...]]
 
@@ -90,7 +89,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
 
     def set_up_planner(
         self,
-        state_dict: STATE_DICT_TYPE,
+        state_dict: dict[str, Any],
         storage_meta: StorageMeta | None = None,
         is_coordinator: bool = False,
     ) -> None:
@@ -174,7 +173,7 @@ def _describe(key: str, value: object) -> tuple[object, ...]:
         return key, value.dtype, value.shape, value.placements, value.device_mesh
     if isinstance(value, torch.Tensor):
         # ShardedTensor has no cheap description of its shards; its metadata object is one.
-        shards = value.metadata() if hasattr(value, "local_shards") else None
+        shards = value.metadata() if is_sharded_tensor(value) else None  # type: ignore[attr-defined]
         return key, value.dtype, value.shape, shards
     return (key,)
 
@@ -193,7 +192,7 @@ def _tensor_digests(state_dict: Mapping[str, Any]) -> dict[str, int]:
             if any(isinstance(placement, Shard) for placement in value.placements):
                 continue
             value = value.to_local()
-        if isinstance(value, torch.Tensor) and not hasattr(value, "local_shards"):
+        if isinstance(value, torch.Tensor) and not is_sharded_tensor(value):
             digests[key] = digest(bytes_of(dense(value)))
     return digests
 
@@ -226,7 +225,7 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
 
     def set_up_planner(
         self,
-        state_dict: STATE_DICT_TYPE,
+        state_dict: dict[str, Any],
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:

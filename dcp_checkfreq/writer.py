@@ -10,7 +10,6 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
-    STATE_DICT_TYPE,
     Metadata,
     MetadataIndex,
     StorageMeta,
@@ -48,7 +47,7 @@ _ENVELOPES = Envelopes()  # archive headers by dtype and shape: the same for eve
 
 
 class CheckFreqWriter(StorageWriter, AsyncStager):
-    """Writes one checkpoint into a folder of its own, and publishes it last, durably, or not at all.
+    """Writes one checkpoint into its own folder, and publishes it last, durably, or not at all.
 
     Use it with `dcp.save` and `dcp.async_save`, made anew for every save or reused with
     ``checkpoint_id=``. The result is a plain DCP checkpoint that stock readers load.
@@ -272,7 +271,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
     _synchronize_after_execute = False
 
-    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state into reused host buffers; it may be changed as soon as this returns."""
         return self._stager.stage(state_dict)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, BinaryIO, cast
 
 import torch
 from torch.serialization import skip_data
@@ -66,8 +66,10 @@ def make_envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
     """
     model = torch.empty(shape, dtype=dtype)
     sink = _Sink()
-    with config.patch({"save.storage_alignment": PAYLOAD_ALIGN_BYTES}), skip_data():
-        torch.save(model, sink)
+    # mypy does not see the `patch` that torch gives its config modules.
+    patch = config.patch  # type: ignore[attr-defined]
+    with patch({"save.storage_alignment": PAYLOAD_ALIGN_BYTES}), skip_data():
+        torch.save(model, cast(BinaryIO, sink))
     prefix, suffix = bytearray(), bytearray()
     for at, data in sink.written:
         if at == len(prefix):

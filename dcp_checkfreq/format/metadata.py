@@ -51,9 +51,9 @@ class _AnyTensorProperties(TensorProperties):
     def __setstate__(self, state: Any) -> None:
         self.__class__ = TensorProperties  # type: ignore[assignment]
         try:
-            TensorProperties.__setstate__(self, state)
+            TensorProperties.__setstate__(self, state)  # type: ignore[no-untyped-call]
         except ValueError:
-            TensorProperties.__setstate__(self, tuple(state)[:5])
+            TensorProperties.__setstate__(self, state[:5])  # type: ignore[no-untyped-call]
 
 
 def _path(*parts: str) -> str:

@@ -8,7 +8,6 @@ import datetime
 import io
 import pickle
 import threading
-from collections.abc import Callable
 from functools import cache
 from typing import Any
 
@@ -27,7 +26,7 @@ def _harmless() -> tuple[Any, ...]:
 
     Constructors of plain values only: nothing that calls, imports or opens anything.
     """
-    allowed: list[Callable[..., Any] | tuple[Callable[..., Any], str]] = [
+    allowed: list[Any] = [
         _codecs.encode,  # how pickle spells bytes in old protocols; numpy's RNG state has them
         collections.deque,
         collections.defaultdict,

@@ -1,11 +1,13 @@
 """The only place that touches names which torch does not promise to keep.
 
-| name | why there is no way round it | noticed by |
-|---|---|---|
-| `filesystem._StorageInfo` | stock readers look an item up by it; it is what `.metadata` holds | `tests/format/test_torch_private.py` |
-| `filesystem._StoragePrefix` | stock plans carry it; old checkpoints may hold it | the same |
-| `metadata._MEM_FORMAT_ENCODING` | part of every pickled `TensorProperties` | the same |
-| `serialization._get_layout` | how torch pickles `torch.strided` | the same |
+| name | why there is no way round it |
+|---|---|
+| `filesystem._StorageInfo` | stock readers look an item up by it: it is what `.metadata` holds |
+| `filesystem._StoragePrefix` | stock plans carry it, and old checkpoints may hold it |
+| `metadata._MEM_FORMAT_ENCODING` | part of every pickled `TensorProperties` |
+| `serialization._get_layout` | how torch pickles `torch.strided` |
+
+`tests/format/test_torch_private.py` notices when one of them goes.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Who is at work in a root: a small file that rank 0 of a run keeps, so that no other run cleans up.
+"""Who is at work in a root: a small file of rank 0, so that no other run cleans up there.
 
 A lease never decides what is whole or newest; it only holds back deleting.
 """

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -120,9 +121,7 @@ def check_digests(folder: Tier, *, threads: int = 2) -> str | None:
             Want(ticket, file, columns.payload_offset[ticket], 0, size, columns.block_bytes[ticket])
             for ticket, (file, size) in enumerate(zip(files, columns.payload_bytes, strict=True))
         ]
-        digests = [
-            columns.digests[start:stop] for start, stop in zip(starts, starts[1:], strict=False)
-        ]
+        digests = [columns.digests[start:stop] for start, stop in pairwise(starts)]
         fetcher = Fetcher(folder, record.files, threads)
         try:
             fetcher.fetch(wants, [_Nowhere()] * len(wants), digests)

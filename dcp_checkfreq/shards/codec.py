@@ -44,6 +44,11 @@ def byte_item(stream: io.BytesIO) -> Item:
     return Item(view, _NO_ENVELOPE, len(view), block_bytes(len(view)))
 
 
+def is_sharded_tensor(tensor: torch.Tensor) -> bool:
+    """Tell whether this is FSDP1's ShardedTensor, which torch gives no public name."""
+    return hasattr(tensor, "local_shards")
+
+
 def check_storable(tensor: torch.Tensor, key: str) -> None:
     """Raise `UnsupportedState` for a tensor whose elements cannot be written or loaded again."""
     kind = type(tensor).__name__
@@ -68,20 +73,14 @@ def tensor_item(tensor: torch.Tensor, key: str, envelopes: Envelopes) -> Item:
     Raises:
         UnsupportedState: see `check_storable`.
     """
-    if (
-        (type(tensor) is not torch.Tensor and type(tensor) is not torch.nn.Parameter)
-        or tensor.layout != torch.strided
-        or tensor.is_meta
-        or tensor.is_quantized
-    ):
-        check_storable(tensor, key)
+    check_storable(tensor, key)
     envelope = envelopes.get(tensor.dtype, tuple(tensor.shape))
     size = envelope.payload_bytes
     return Item(tensor, envelope, size, block_bytes(size))
 
 
 def same_memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return a value that two tensors share only if they are the same elements of the same memory."""
+    """Return a value that two tensors share only if they are the same elements of memory."""
     return (
         tensor.data_ptr(),
         tensor.device,

@@ -1,4 +1,4 @@
-"""Carries out a read plan: large reads in several threads, digests checked before anything is kept."""
+"""Carries out a read plan: large reads in threads, each block checked before it is kept."""
 
 from __future__ import annotations
 

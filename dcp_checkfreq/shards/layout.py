@@ -1,4 +1,4 @@
-"""From a save plan to items in files, and the report of one rank that travels to the coordinator."""
+"""From a save plan to items in files, and the report of a rank that goes to the coordinator."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which reads bring a set of byte ranges, each with its digest blocks, with few large requests. Pure."""
+"""Which few large reads bring a set of byte ranges, each with its digest blocks. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where bytes that were read and checked go: straight into a tensor, or through a piece of scratch."""
+"""Where bytes that were read and checked go: straight into a tensor, or through scratch."""
 
 from __future__ import annotations
 

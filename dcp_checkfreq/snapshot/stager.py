@@ -10,13 +10,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.metadata import STATE_DICT_TYPE
 from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import SnapshotFailed, UnsupportedState
 from dcp_checkfreq.shards.assign import PAGE_ALIGNED_FROM_BYTES, PAGE_BYTES, SMALL_ALIGN_BYTES
-from dcp_checkfreq.shards.codec import check_storable, same_memory
+from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, same_memory
 from dcp_checkfreq.snapshot.pool import PROCESS_POOL, HostPool, Lease
 
 
@@ -36,7 +34,7 @@ class _Copy:
 
 
 class _Survey:
-    """Finds every tensor of a state, gives each distinct memory a place, remembers who has which."""
+    """Finds every tensor of a state and gives each distinct memory a place."""
 
     def __init__(self) -> None:
         self.copies: list[_Copy] = []
@@ -58,7 +56,7 @@ class _Survey:
                 self.visit(inner, f"{path}.{number}")
 
     def _tensor(self, tensor: torch.Tensor, path: str) -> None:
-        if isinstance(tensor, ShardedTensor):
+        if is_sharded_tensor(tensor):
             raise UnsupportedState(
                 path,
                 "ShardedTensor",
@@ -91,7 +89,7 @@ class Stager:
         return Stager, ()  # a lease means nothing in another process
 
     @torch.no_grad()
-    def stage(self, state_dict: STATE_DICT_TYPE) -> STATE_DICT_TYPE:
+    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Return a copy of the state that no later change of the original can reach.
 
         Tensors are copied into the leased buffer: views only their own elements, tied ones once.
@@ -118,7 +116,7 @@ class Stager:
         return staged
 
     def _copy(
-        self, state_dict: STATE_DICT_TYPE, survey: _Survey, memory: torch.Tensor
+        self, state_dict: dict[str, Any], survey: _Survey, memory: torch.Tensor
     ) -> dict[str, Any]:
         places = [_place(memory, item) for item in survey.copies]
         on_device = False

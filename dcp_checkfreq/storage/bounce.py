@@ -12,7 +12,7 @@ import ctypes
 import mmap
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 BOUNCE_BYTES = 8 << 20
 HUGE_PAGE_BYTES = 2 << 20
@@ -30,10 +30,8 @@ def huge_buffer(size_bytes: int) -> memoryview:
     Touches no page: the memory is taken when it is first written. Freed with the last view.
     """
     whole = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES)
-    try:
+    with suppress(OSError):  # a kernel without transparent huge pages: slower, still right
         whole.madvise(getattr(mmap, "MADV_HUGEPAGE", _MADV_HUGEPAGE))
-    except OSError:
-        pass  # a kernel without transparent huge pages: slower, still right
     view = memoryview(whole)
     skip = -address_of(view) % HUGE_PAGE_BYTES
     return view[skip : skip + size_bytes]
