@@ -10,7 +10,7 @@ from typing import Any
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
-from states import State
+from states import State, nested
 
 Start = Callable[[State, Path], "Future[Any]"]  # returns when training may go on
 
@@ -18,7 +18,9 @@ Start = Callable[[State, Path], "Future[Any]"]  # returns when training may go o
 def _ours() -> Start:
     from dcp_checkfreq import CheckFreqWriter
 
-    return lambda state, folder: dcp.async_save(state, storage_writer=CheckFreqWriter(folder))
+    return lambda state, folder: dcp.async_save(
+        nested(state), storage_writer=CheckFreqWriter(folder)
+    )
 
 
 def _ours_kept_planner() -> Start:
@@ -26,18 +28,20 @@ def _ours_kept_planner() -> Start:
 
     planner = CheckFreqSavePlanner()
     return lambda state, folder: dcp.async_save(
-        state, storage_writer=CheckFreqWriter(folder), planner=planner
+        nested(state), storage_writer=CheckFreqWriter(folder), planner=planner
     )
 
 
 def _stock() -> Start:
-    return lambda state, folder: dcp.async_save(state, storage_writer=dcp.FileSystemWriter(folder))
+    return lambda state, folder: dcp.async_save(
+        nested(state), storage_writer=dcp.FileSystemWriter(folder)
+    )
 
 
 def _stock_kept_stager() -> Start:
     stager = DefaultStager(StagingOptions(False, False, False, False))
     return lambda state, folder: dcp.async_save(
-        state, storage_writer=dcp.FileSystemWriter(folder), async_stager=stager
+        nested(state), storage_writer=dcp.FileSystemWriter(folder), async_stager=stager
     )
 
 

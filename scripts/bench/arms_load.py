@@ -13,7 +13,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 from arms_save import own_file
 from harness import Ranks
 from limits import read_direct, read_pread
-from states import State, local_bytes, locals_of
+from states import State, local_bytes, locals_of, nested
 
 Counts = dict[str, float]  # what the reader counted itself, on this rank
 Load = Callable[[State, Path, Ranks], Counts]
@@ -43,17 +43,17 @@ def _ours_with(planner: dcp.planner.LoadPlanner | None, state: State, folder: Pa
     from dcp_checkfreq import CheckFreqReader
 
     reader = CheckFreqReader(folder)
-    dcp.load(state, storage_reader=reader, planner=planner)
+    dcp.load(nested(state), storage_reader=reader, planner=planner)
     return {"counted_read_bytes": reader.bytes_read, "counted_needed_bytes": reader.bytes_needed}
 
 
 def _stock(state: State, folder: Path, ranks: Ranks) -> Counts:
-    dcp.load(state, storage_reader=dcp.FileSystemReader(folder))
+    dcp.load(nested(state), storage_reader=dcp.FileSystemReader(folder))
     return {}
 
 
 def _stock_fsspec(state: State, folder: Path, ranks: Ranks) -> Counts:
-    dcp.load(state, storage_reader=FsspecReader(f"file://{folder}"))
+    dcp.load(nested(state), storage_reader=FsspecReader(f"file://{folder}"))
     return {}
 
 

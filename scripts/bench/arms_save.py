@@ -12,7 +12,7 @@ from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from harness import Ranks
 from limits import write_direct
-from states import State, local_bytes, locals_of
+from states import State, local_bytes, locals_of, nested
 
 Save = Callable[[State, Path], None]  # returns when the checkpoint is durable
 
@@ -81,7 +81,7 @@ def _limit(ranks: Ranks) -> Save:
 def _dcp(
     state: State, writer: dcp.StorageWriter, planner: dcp.planner.SavePlanner | None = None
 ) -> None:
-    dcp.save(state, storage_writer=writer, planner=planner)
+    dcp.save(nested(state), storage_writer=writer, planner=planner)
 
 
 def _fsync(path: Path) -> None:

@@ -78,9 +78,13 @@ class Options:
 
 
 def save_bench(options: Options) -> list[Report]:
-    """Blocking saves: all arms take turns in one worker group."""
+    """Blocking saves: a fresh process per arm for the memory, then all take turns in one group."""
+    arms = options.pick(SAVE_ARMS)
     with options.scratch() as folder:
-        result = run_workers(options.spec("save", folder, options.pick(SAVE_ARMS)))
+        result = run_workers(options.spec("save", folder, arms))
+        for arm in arms:
+            first = run_workers(options.spec("save_first", folder, (arm,)))
+            merge(result["samples"], first["samples"])
         return [options.report("save", str(options.ranks), folder, result)]
 
 

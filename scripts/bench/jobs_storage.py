@@ -20,10 +20,7 @@ LARGE_ITEM_BYTES = 64 << 10
 
 
 def save_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
-    """Measure every save arm, each save into a new folder that is removed afterwards.
-
-    The warm-up round counts only for the peak memory: buffers that are kept are first taken there.
-    """
+    """Measure every save arm, each save into a new folder that is removed afterwards."""
     state = build(leaves(spec.state, spec.scale), rank=ranks.rank, ranks=ranks.count, filled=True)
     arms = {name: SAVE_ARMS[name](ranks) for name in spec.arms}
     huge_buffers()  # the limit arm's source is not part of what its write costs
@@ -33,12 +30,26 @@ def save_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
         cost = measure(ranks, lambda f=folder, save=arms[name]: save(state, f))
         if round_number:
             record(samples, name, cost)
-        else:
-            record(samples, name, {"extra_peak_bytes": cost["extra_peak_bytes"]})
-            if ranks.rank == 0:
-                record(samples, name, _sizes(folder))
         remove_folder(folder, ranks)
     return {"samples": samples, "bytes": sum(ranks.gather(local_bytes(state)))}
+
+
+def save_first_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
+    """Measure the first save of a process, for the one arm of the spec: memory, bytes on storage.
+
+    Buffers that are kept for later saves are taken in the first one, so this is the true peak.
+    """
+    (name,) = spec.arms
+    state = build(leaves(spec.state, spec.scale), rank=ranks.rank, ranks=ranks.count, filled=True)
+    if name == "limit":
+        huge_buffers()
+    save = SAVE_ARMS[name](ranks)
+    folder = Path(spec.folder, f"{name}-first")
+    cost = measure(ranks, lambda: save(state, folder))
+    samples: Samples = {}
+    record(samples, name, {"first_extra_peak_bytes": cost["extra_peak_bytes"]} | _sizes(folder))
+    remove_folder(folder, ranks)
+    return {"samples": samples}
 
 
 def prepare_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:

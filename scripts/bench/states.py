@@ -9,12 +9,13 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
-STATES = ("gpt", "many")
+STATES = ("gpt", "many", "many_flat")
 SCALES = ("full", "small")
 FILL_ELEMENTS = 1 << 20  # 4 MiB at a time stays in the cache
 
@@ -33,7 +34,8 @@ def leaves(state: str, scale: str) -> list[Leaf]:
     """Return the tensors of a state.
 
     "gpt" full: a GPT of 16 layers and width 768 with AdamW, 784 tensors, 1.71 GiB.
-    "many" full: 10,000 tensors of 16 KiB.
+    "many" full: 10,000 tensors of 16 KiB. "many_flat": the same as 10,000 top-level keys, for
+    each of which stock DCP writes a log record before a planner or a storage is asked anything.
     """
     full = scale == "full"
     if state == "gpt":
@@ -45,8 +47,9 @@ def leaves(state: str, scale: str) -> list[Leaf]:
             for name in ("step", "exp_avg", "exp_avg_sq")
         ]
         return [Leaf(f"model.{key}", shape) for key, shape in shapes.items()] + moments
-    if state == "many":
-        return [Leaf(f"tensor.{n:05d}", (64, 64)) for n in range(10_000 if full else 100)]
+    if state in ("many", "many_flat"):
+        key = "model.{:05d}" if state == "many" else "model_{:05d}"
+        return [Leaf(key.format(n), (64, 64)) for n in range(10_000 if full else 100)]
     raise ValueError(f"state must be one of {STATES}, got {state!r}")
 
 
@@ -92,6 +95,18 @@ def build(wanted: list[Leaf], *, rank: int, ranks: int, filled: bool) -> State:
             )  # fmt: skip
         state[leaf.key] = tensor
     return state
+
+
+def nested(state: State) -> dict[str, Any]:
+    """Return the state as users hand it to DCP: {"model": {...}, "optim": {...}}."""
+    tree: dict[str, Any] = {}
+    for key, tensor in state.items():
+        top, dot, rest = key.partition(".")
+        if dot:
+            tree.setdefault(top, {})[rest] = tensor
+        else:
+            tree[key] = tensor
+    return tree
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:

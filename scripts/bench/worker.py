@@ -10,11 +10,12 @@ from typing import Any
 
 from harness import Ranks
 from jobs_async import first_job, slowdown_job
-from jobs_storage import load_job, prepare_job, save_job
+from jobs_storage import load_job, prepare_job, save_first_job, save_job
 from spec import Spec
 
 JOBS: dict[str, Callable[[Spec, Ranks], dict[str, Any]]] = {
     "save": save_job,
+    "save_first": save_first_job,
     "prepare": prepare_job,
     "load": load_job,
     "async_first": first_job,
