@@ -1,0 +1,208 @@
+"""Case 02: damaged files, and what may be loaded of them."""
+
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from behaviour_tools import cause_of, fails_with, save
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_checkfreq import (
+    BrokenMetadata,
+    BrokenShard,
+    CheckFreqLoadPlanner,
+    CheckFreqReader,
+    Checkpointer,
+    find_latest_valid,
+)
+
+KEYS = [f"w{n}" for n in range(6)]
+
+
+def full(value):
+    return {key: torch.full((20000,), value + n) for n, key in enumerate(KEYS)}
+
+
+def the_shard(folder):
+    (shard,) = folder.glob("*.distcp")
+    return shard
+
+
+def truncated(shard):
+    os.truncate(shard, int(shard.stat().st_size * 0.6))
+
+
+def zero_tail(shard):
+    content = bytearray(shard.read_bytes())
+    keep = int(len(content) * 0.55)
+    content[keep:] = bytes(len(content) - keep)
+    shard.write_bytes(content)
+
+
+def zero_page(shard):
+    content = bytearray(shard.read_bytes())
+    content[40960 : 40960 + 4096] = bytes(4096)
+    shard.write_bytes(content)
+
+
+def flipped_bit(shard):
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+
+
+def deleted(shard):
+    shard.unlink()
+
+
+def emptied(shard):
+    os.truncate(shard, 0)
+
+
+def longer(shard):
+    with open(shard, "ab") as file:
+        file.write(b"x")
+
+
+SEEN_BY_SIZE = {"truncated": truncated, "deleted": deleted, "empty": emptied, "longer": longer}
+SEEN_BY_DIGEST = {"zero tail": zero_tail, "zero page": zero_page, "flipped bit": flipped_bit}
+ALL = SEEN_BY_SIZE | SEEN_BY_DIGEST
+both_planners = pytest.mark.parametrize(
+    "planner", [lambda: None, CheckFreqLoadPlanner], ids=["default", "ours"]
+)
+
+
+@both_planners
+@pytest.mark.parametrize("damage", ALL.values(), ids=ALL.keys())
+def test_a_damaged_shard_never_gives_wrong_values(tmp_path, damage, planner):
+    save(full(1.0), tmp_path)
+    damage(the_shard(tmp_path))
+    target = full(-100.0)
+    with fails_with(BrokenShard, "may hold the checkpoint's values") as caught:
+        dcp.load(target, storage_reader=CheckFreqReader(tmp_path), planner=planner())
+    assert str(tmp_path) in str(cause_of(caught.value))
+    for key in KEYS:
+        allowed = {full(1.0)[key][0].item(), full(-100.0)[key][0].item()}
+        assert set(target[key].tolist()) <= allowed
+
+
+@pytest.mark.parametrize("damage", SEEN_BY_SIZE.values(), ids=SEEN_BY_SIZE.keys())
+def test_what_the_size_shows_is_noticed_before_any_target_is_touched(tmp_path, damage):
+    save(full(1.0), tmp_path)
+    damage(the_shard(tmp_path))
+    target = full(-100.0)
+    with fails_with(BrokenShard, "distcp"):
+        dcp.load(target, storage_reader=CheckFreqReader(tmp_path))
+    assert all(torch.equal(target[key], full(-100.0)[key]) for key in KEYS)
+
+
+@pytest.mark.parametrize("threads", [1, 4])
+@pytest.mark.parametrize("damage", SEEN_BY_DIGEST.values(), ids=SEEN_BY_DIGEST.keys())
+def test_the_block_that_fails_is_named_by_file_and_place(tmp_path, damage, threads):
+    save(full(1.0), tmp_path)
+    damage(the_shard(tmp_path))
+    with fails_with(BrokenShard, "fails its digest in the block at byte"):
+        dcp.load(full(0.0), storage_reader=CheckFreqReader(tmp_path, threads=threads))
+
+
+@pytest.mark.parametrize("damage", ALL.values(), ids=ALL.keys())
+def test_the_scan_falls_back_to_the_older_checkpoint_and_says_why(tmp_path, damage):
+    save(full(1.0), tmp_path / "step_1")
+    save(full(2.0), tmp_path / "step_2")
+    damage(the_shard(tmp_path / "step_2"))
+    found = find_latest_valid(tmp_path, depth="digest")
+    assert found.step == 1
+    (rejected,) = found.rejected
+    assert (rejected.name, rejected.step) == ("step_2", 2)
+    assert "distcp" in rejected.reason
+
+
+@pytest.mark.parametrize("damage", SEEN_BY_SIZE.values(), ids=SEEN_BY_SIZE.keys())
+def test_sizes_alone_show_cut_and_lost_files(tmp_path, damage):
+    save(full(1.0), tmp_path / "step_1")
+    save(full(2.0), tmp_path / "step_2")
+    damage(the_shard(tmp_path / "step_2"))
+    assert find_latest_valid(tmp_path).step == 1
+
+
+@pytest.mark.parametrize("damage", ALL.values(), ids=ALL.keys())
+def test_checkpointer_restores_the_older_checkpoint_bit_for_bit(tmp_path, damage):
+    state = {"w": torch.zeros(20000)}
+    with Checkpointer(tmp_path, state, every=1) as ckpt:
+        ckpt.restore()
+        for value in (1.0, 2.0):
+            state["w"].fill_(value)
+            ckpt.after_step()
+    damage(the_shard(tmp_path / "step_00000002"))
+    state = {"w": torch.zeros(20000)}
+    with Checkpointer(tmp_path, state, every=1) as ckpt:
+        restored = ckpt.restore()
+    assert restored.step == 1
+    assert any("step_00000002" in text for text in restored.passed_over)
+    assert torch.equal(state["w"], torch.full((20000,), 1.0))
+
+
+def test_verification_can_be_switched_off(tmp_path):
+    save(full(1.0), tmp_path)
+    zero_page(the_shard(tmp_path))
+    target = full(-1.0)
+    dcp.load(target, storage_reader=CheckFreqReader(tmp_path, verify=False))
+    assert not torch.equal(target["w0"], full(1.0)["w0"])
+
+
+@pytest.mark.parametrize("keep_bytes", [0, 1, 300, -1, -32, -33])
+def test_a_cut_metadata_file_is_an_error_and_not_a_checkpoint(tmp_path, keep_bytes):
+    save(full(1.0), tmp_path / "step_1")
+    save(full(2.0), tmp_path / "step_2")
+    record = tmp_path / "step_2" / ".metadata"
+    size = record.stat().st_size
+    os.truncate(record, keep_bytes if keep_bytes >= 0 else size + keep_bytes)
+    target = full(-1.0)
+    with pytest.raises((BrokenMetadata, CheckpointException)) as caught:
+        dcp.load(target, storage_reader=CheckFreqReader(tmp_path / "step_2"))
+    assert ".metadata" in str(caught.value)
+    assert torch.equal(target["w0"], full(-1.0)["w0"])
+    assert find_latest_valid(tmp_path).step == 1
+
+
+def test_every_flipped_byte_of_the_metadata_file_is_noticed(tmp_path):
+    save({"w": torch.ones(4), "n": 1}, tmp_path)
+    record = tmp_path / ".metadata"
+    good = record.read_bytes()
+    for at in range(0, len(good), 7):
+        record.write_bytes(good[:at] + bytes([good[at] ^ 0x41]) + good[at + 1 :])
+        with pytest.raises(BrokenMetadata):
+            CheckFreqReader(tmp_path).read_metadata()
+
+
+def test_dcp_load_of_an_empty_folder_names_the_missing_metadata(tmp_path):
+    with pytest.raises(CheckpointException, match=r"there is no \.metadata"):
+        dcp.load({"w": torch.ones(1)}, storage_reader=CheckFreqReader(tmp_path / "nothing"))
+
+
+def test_a_damaged_byte_item_is_not_unpickled(tmp_path):
+    save({"note": "x" * 5000}, tmp_path)
+    flipped_bit(the_shard(tmp_path))
+    with fails_with(BrokenShard):
+        dcp.load({"note": None}, storage_reader=CheckFreqReader(tmp_path))
+
+
+def test_a_cut_stock_checkpoint_is_rejected_by_the_scan(tmp_path):
+    for step in (1, 2):
+        dcp.save(full(step), storage_writer=dcp.FileSystemWriter(tmp_path / f"step_{step}"))
+    truncated(the_shard(tmp_path / "step_2"))
+    found = find_latest_valid(tmp_path)
+    assert found.step == 1
+    assert "cut short" in found.rejected[0].reason
+    with fails_with(BrokenShard):
+        dcp.load(full(0.0), storage_reader=CheckFreqReader(tmp_path / "step_2"))
+
+
+def test_a_shard_of_another_checkpoint_under_the_right_name_is_noticed(tmp_path):
+    save(full(1.0), tmp_path / "step_1")
+    save(full(2.0), tmp_path / "step_2")
+    shutil.copyfile(the_shard(tmp_path / "step_2"), the_shard(tmp_path / "step_1"))
+    with fails_with(BrokenShard, "fails its digest"):
+        dcp.load(full(0.0), storage_reader=CheckFreqReader(tmp_path / "step_1"))
