@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 from dcp_checkfreq.errors import SnapshotFailed, UnsupportedState
 from dcp_checkfreq.shards.assign import PAGE_ALIGNED_FROM_BYTES, PAGE_BYTES, SMALL_ALIGN_BYTES
 from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, same_memory
+from dcp_checkfreq.snapshot.copies import copy_tensors
 from dcp_checkfreq.snapshot.pool import PROCESS_POOL, HostPool, Lease
 
 
@@ -119,10 +120,7 @@ class Stager:
         self, state_dict: dict[str, Any], survey: _Survey, memory: torch.Tensor
     ) -> dict[str, Any]:
         places = [_place(memory, item) for item in survey.copies]
-        on_device = False
-        for item, place in zip(survey.copies, places, strict=True):
-            place.copy_(item.source, non_blocking=True)
-            on_device |= not item.source.is_cpu
+        on_device = copy_tensors([item.source for item in survey.copies], places)
         # deepcopy takes what is in its memo as copied already.
         memo: dict[int, Any] = {}
         for tensor, position in survey.owners:

@@ -92,7 +92,8 @@ class _Disk:
         self.crash_at, self.crash_when = crash_at, crash_when
         self.clock = clock
         self.log: list[str] = []
-        self.dead: str | None = None
+        self.reached = False
+        self.dead: str | None = None  # what was under way when the power failed
 
     def check_power(self) -> None:
         if self.dead is not None:
@@ -103,6 +104,7 @@ class _Disk:
         with self.lock:
             self.check_power()
             here = len(self.log) == self.crash_at
+            self.reached = self.reached or here
             if here and self.crash_when == "before":
                 self.dead = f"step {len(self.log)}, before {doing}"
                 raise PowerLoss(self.dead)
@@ -157,9 +159,9 @@ class CrashTier:
 
     @property
     def crashed(self) -> bool:
-        """Whether the power has failed."""
+        """Whether the step ``crash_at`` was reached, and the power failed there."""
         with self._disk.lock:
-            return self._disk.dead is not None
+            return self._disk.reached
 
     def child(self, name: str) -> CrashTier:
         """Return the tier of the folder ``name`` inside this one. Touches nothing."""
