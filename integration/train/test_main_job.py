@@ -1,0 +1,53 @@
+"""The main job with a tiny model: same driver, same kills, same promises as `scripts/demo`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+HERE = Path(__file__).resolve().parent
+TINY = "--layers 2 --width 64 --heads 2 --length 32"
+JOB = "--steps 30 --every 5 --kills 10 20 --samples 110 --limit 120"
+
+
+@pytest.mark.dist
+@pytest.mark.crash
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_job_killed_in_a_save_resumes_on_any_number_of_ranks(tmp_path: Path) -> None:
+    result = run_driver(tmp_path, f"{JOB} {TINY} --ranks 4 2 3")
+
+    broken = [
+        f"{run['name']}: {check['promise']} ({check['seen']})"
+        for run in result["runs"]
+        for check in run["checks"]
+        if not check["kept"]
+    ]
+    assert broken == []
+    assert [[launch["ranks"] for launch in run["launches"]] for run in result["runs"]] == [
+        [4],
+        [4, 4],
+        [4, 2, 3],
+    ]
+    kills = [launch["killed"] for run in result["runs"] for launch in run["launches"]]
+    assert sum(kill is not None for kill in kills) == 3
+    assert result["passed"]
+
+
+def run_driver(tmp_path: Path, flags: str) -> dict[str, Any]:
+    told = tmp_path / "result.json"
+    done = subprocess.run(
+        [sys.executable, HERE / "run_demo.py", "--out", tmp_path, "--json", told, *flags.split()],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert told.exists(), done.stdout + done.stderr
+    result = json.loads(told.read_text())
+    assert (done.returncode == 0) == result["passed"], done.stdout + done.stderr
+    return result
