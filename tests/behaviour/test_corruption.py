@@ -191,7 +191,7 @@ def test_a_damaged_byte_item_is_not_unpickled(tmp_path):
 
 def test_a_cut_stock_checkpoint_is_rejected_by_the_scan(tmp_path):
     for step in (1, 2):
-        dcp.save(full(step), storage_writer=dcp.FileSystemWriter(tmp_path / f"step_{step}"))
+        dcp.save(full(float(step)), storage_writer=dcp.FileSystemWriter(tmp_path / f"step_{step}"))
     truncated(the_shard(tmp_path / "step_2"))
     found = find_latest_valid(tmp_path)
     assert found.step == 1

@@ -1,0 +1,170 @@
+"""Cases 07, 08: which checkpoint is the newest whole one."""
+
+import logging
+import os
+import shutil
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from behaviour_tools import load, same, save, some_state
+
+from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, Checkpointer, find_latest_valid
+from dcp_checkfreq.testing import Fault, FaultyTier, GatedTier, MemoryTier
+
+
+def test_names_beside_the_steps_neither_win_nor_crash_the_scan(tmp_path, caplog):
+    root = tmp_path / "run [v1] é*"
+    beside = "step_10-unsharded step_٣ step_-1 step_1e3 best step_13.tmp step_ Step_50 xstep_70"
+    for name in ("step_9", "step_10", "step_0011", "step_12 ", *beside.split()):
+        save(some_state(), root / name)
+    (root / "step_12").mkdir()
+    (root / "step_99").write_text("a file")
+    (root / "step_100").symlink_to(root / "nowhere")
+    for depth in ("size", "digest"):
+        with caplog.at_level(logging.WARNING):
+            found = find_latest_valid(root, depth=depth)
+        assert (found.step, found.name) == (11, "step_0011")
+        assert [(passed.step, passed.name) for passed in found.rejected] == [(12, "step_12")]
+    assert "step_12" in caplog.text
+
+
+def test_steps_are_ordered_by_number_whatever_their_spelling(tmp_path):
+    for name in ("step_9999", "step_10000", "step-09998", "step_00000007"):
+        save(some_state(), tmp_path / name)
+    assert find_latest_valid(tmp_path).step == 10000
+    save(some_state(), tmp_path / "step-20000")
+    assert find_latest_valid(tmp_path).name == "step-20000"
+    save(some_state(), tmp_path / f"step_{10**30}")
+    assert find_latest_valid(tmp_path).step == 10**30
+
+
+def test_of_two_spellings_of_one_step_the_whole_one_wins_and_the_other_is_reported(tmp_path):
+    save(some_state(1.0), tmp_path / "step_10")
+    (tmp_path / "step_00000010").mkdir()
+    found = find_latest_valid(tmp_path)
+    assert found.name == "step_10"
+    assert [passed.name for passed in found.rejected] == ["step_00000010"]
+    save(some_state(2.0), tmp_path / "step_0010")
+    names = {find_latest_valid(tmp_path).name}
+    names |= {passed.name for passed in find_latest_valid(tmp_path).rejected}
+    assert names == {"step_10", "step_0010", "step_00000010"}
+
+
+def test_a_root_that_is_missing_or_empty_has_no_checkpoint(tmp_path):
+    assert find_latest_valid(tmp_path / "nothing") is None
+    assert find_latest_valid(tmp_path) is None
+    assert not (tmp_path / "nothing").exists()
+
+
+def test_scanning_changes_nothing(tmp_path):
+    save(some_state(), tmp_path / "step_1")
+    (tmp_path / "step_2").mkdir()
+    (tmp_path / "step_2" / "__0_0_0123456789ab.distcp").write_bytes(b"left over")
+    os.utime(tmp_path / "step_2" / "__0_0_0123456789ab.distcp", (1, 1))
+
+    def listing():
+        return sorted((str(p), p.stat().st_mtime_ns) for p in tmp_path.rglob("*"))
+
+    before = listing()
+    find_latest_valid(tmp_path, depth="digest")
+    assert listing() == before
+
+
+def test_the_answer_is_a_path_for_reader_stock_and_os(tmp_path):
+    save(some_state(), tmp_path / "step_3")
+    found = find_latest_valid(tmp_path)
+    assert os.fspath(found) == found.path == str(tmp_path / "step_3")
+    assert os.path.isdir(found)
+    target = {"weight": torch.zeros(40, 3)}
+    dcp.load(target, storage_reader=CheckFreqReader(found))
+    dcp.load(target, checkpoint_id=found.path)
+    assert same(target["weight"], some_state()["weight"])
+
+
+def test_an_unknown_depth_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="depth"):
+        find_latest_valid(tmp_path, depth="deep")
+
+
+def test_an_error_of_the_storage_is_not_taken_for_no_checkpoint():
+    root = MemoryTier()
+    save(some_state(), root.child("step_1"))
+    for verb in ("list", "read"):
+        faulty = FaultyTier(root, [Fault(verb=verb, times="forever")])
+        with pytest.raises(OSError, match="injected"):
+            find_latest_valid(faulty)
+
+
+# --- case 06: nothing claims success before the commit ---
+
+
+@pytest.mark.parametrize("verb", ["write_shard", "create"])
+def test_a_save_in_flight_is_not_yet_latest(verb):
+    root = MemoryTier()
+    save(some_state(1.0), root.child("step_1"))
+    gate = GatedTier(root.child("step_2"), verbs=[verb])
+    future = dcp.async_save(some_state(2.0), storage_writer=CheckFreqWriter(gate))
+    gate.wait_until_held()
+    assert not future.done()
+    assert find_latest_valid(root).step == 1
+    gate.release()
+    future.result(60)
+    assert find_latest_valid(root).step == 2
+
+
+# --- case 08: copies ---
+
+
+@pytest.mark.parametrize("stamp_s", [0, 4_000_000_000], ids=["1970", "future"])
+@pytest.mark.parametrize("written_by", ["ours", "stock"])
+def test_a_copy_is_as_good_as_the_original_whatever_its_times(tmp_path, stamp_s, written_by):
+    writer = CheckFreqWriter if written_by == "ours" else dcp.FileSystemWriter
+    for step in (9, 10):
+        dcp.save(some_state(float(step)), storage_writer=writer(tmp_path / "a" / f"step_{step}"))
+    # The record comes first, as a copy in name order does it; then the rest.
+    for source in sorted((tmp_path / "a").rglob("*"), key=lambda path: path.name != ".metadata"):
+        target = tmp_path / "renamed é" / source.relative_to(tmp_path / "a")
+        if source.is_file():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source, target)
+    shutil.rmtree(tmp_path / "a")
+    for path in (tmp_path / "renamed é").rglob("*"):
+        os.utime(path, (stamp_s, stamp_s))
+    found = find_latest_valid(tmp_path / "renamed é", depth="digest")
+    assert (found.step, found.rejected) == (10, ())
+    assert same(load(some_state(), found), some_state(10.0))
+
+
+def test_a_copy_under_another_step_name_goes_by_its_name(tmp_path):
+    save(some_state(4.0), tmp_path / "step_4")
+    shutil.copytree(tmp_path / "step_4", tmp_path / "step_40")
+    found = find_latest_valid(tmp_path)
+    assert found.step == 40
+    assert same(load(some_state(), found), some_state(4.0))
+
+
+def test_a_copy_can_be_gone_on_from_and_old_files_are_not_cleaned_away(tmp_path):
+    state = {"w": torch.full((10,), 1.0)}
+    with Checkpointer(tmp_path / "a", state, every=1) as ckpt:
+        for _ in range(3):
+            ckpt.after_step()
+    shutil.copytree(tmp_path / "a", tmp_path / "b")
+    for path in (tmp_path / "b").rglob("*"):
+        os.utime(path, (0, 0))
+    state = {"w": torch.zeros(10)}
+    with Checkpointer(tmp_path / "b", state, every=1) as ckpt:
+        assert ckpt.restore().step == 3
+        ckpt.after_step()
+    assert find_latest_valid(tmp_path / "b", depth="digest").step == 4
+
+
+# --- case 16: files that a node sees late ---
+
+
+def test_a_file_that_is_seen_late_is_looked_for_again():
+    root = MemoryTier()
+    save(some_state(), root.child("step_1"))
+    late = FaultyTier(root.child("step_1"), [Fault(verb="open", error=2)])
+    assert same(load(some_state(), late), some_state())
+    assert late.struck == 1
