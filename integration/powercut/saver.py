@@ -17,17 +17,20 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 
 def state_of(step: int) -> dict:
-    """Return a state whose every value tells its step: one large, some small, one plain item."""
-    large = torch.arange(1_500_000, dtype=torch.float32) + step  # over the limit for direct I/O
+    """Return a state whose every value tells its step.
+
+    Odd steps make a file that is large enough for direct I/O, even ones go through the page cache.
+    """
+    main = torch.arange(1_500_000 if step % 2 else 5_000, dtype=torch.float32) + step
     small = {f"small_{number}": torch.full((257,), step * 100 + number) for number in range(8)}
-    return {"large": large, **small, "scalar": torch.tensor(float(step)), "step": step}
+    return {"main": main, **small, "scalar": torch.tensor(float(step)), "step": step}
 
 
-def zeros_like_it() -> dict:
-    """Return the same structure to load into."""
+def blank_like(step: int) -> dict:
+    """Return the structure of that state to load into."""
     return {
         key: torch.zeros_like(value) if isinstance(value, torch.Tensor) else -1
-        for key, value in state_of(0).items()
+        for key, value in state_of(step).items()
     }
 
 

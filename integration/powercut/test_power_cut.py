@@ -20,7 +20,7 @@ HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
 
 from powercut import PowerCutDisk, Unavailable  # noqa: E402
-from saver import is_state_of, state_of, zeros_like_it  # noqa: E402
+from saver import blank_like, is_state_of, state_of  # noqa: E402
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(300)]
 
@@ -88,7 +88,7 @@ def folder(root, step):
 
 
 def loads_exactly(reader, step):
-    state = zeros_like_it()
+    state = blank_like(step)
     dcp.load(state, storage_reader=reader)
     return is_state_of(state, step)
 

@@ -110,3 +110,57 @@ def test_a_link_to_a_folder_is_a_folder_and_a_dead_link_is_no_file(tmp_path):
     (tmp_path / "dead").symlink_to("nowhere")
     listed = {entry.name: entry.is_folder for entry in LocalTier(tmp_path).list()}
     assert listed == {"real": True, "to folder": True}
+
+
+# --- the order of calls: a journaling file system hides most of a missing sync ----------------
+
+
+@pytest.fixture
+def disk_log(tmp_path, monkeypatch):
+    """Real calls, written down: what was done to which path below tmp_path, in order."""
+    log = []
+
+    def shown(what):
+        path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)
+        return os.path.relpath(path, tmp_path)
+
+    def watch(name):
+        real = getattr(os, name)
+
+        def call(*args, **options):
+            log.append(f"{name} {shown(args[1] if name in ('link', 'rename') else args[0])}")
+            return real(*args, **options)
+
+        monkeypatch.setattr(os, name, call)
+
+    for name in ("mkdir", "link", "rename", "fsync", "fdatasync"):
+        watch(name)
+    return log
+
+
+def test_make_syncs_the_parent_of_every_folder_that_it_makes(tmp_path, disk_log):
+    LocalTier(tmp_path / "a" / "b").make()
+    assert disk_log == ["mkdir a", "fsync .", "mkdir a/b", "fsync a"]
+
+
+def test_a_shard_is_synced_before_write_shard_returns(tmp_path, disk_log):
+    tier = LocalTier(tmp_path)
+    for size_bytes in (0, 5000, 5 << 20):
+        tier.write_shard(f"{size_bytes}", [memoryview(bytes(size_bytes))], size_bytes)
+        assert disk_log.pop() in (f"fdatasync {size_bytes}", f"fsync {size_bytes}")
+    tier.sync()
+    assert disk_log == ["fsync ."]
+
+
+def test_create_syncs_the_content_before_the_name_and_the_name_before_it_returns(
+    tmp_path, disk_log
+):
+    LocalTier(tmp_path).create("a", b"x", scratch="s")
+    assert disk_log == ["fsync s", "link a", "fsync ."]
+
+
+def test_replace_syncs_the_content_before_the_name_and_the_name_before_it_returns(
+    tmp_path, disk_log
+):
+    LocalTier(tmp_path).replace("a", b"x", scratch="s")
+    assert disk_log == ["fsync s", "rename a", "fsync ."]
