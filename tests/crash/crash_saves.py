@@ -5,7 +5,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, find_latest_valid
-from dcp_checkfreq.testing import MemoryTier
+from dcp_checkfreq.testing import MemoryTier, PowerLoss
 
 
 def state_of(step, rows=40):
@@ -75,3 +75,16 @@ def why(error):
         chain.append(error)
         error = error.__cause__ or error.__context__
     return chain
+
+
+def survives(call, *args, **options):
+    """Return True if the call returned and False if the power failed in it."""
+    try:
+        call(*args, **options)
+    except CheckpointException as error:
+        if not any(isinstance(cause, PowerLoss) for cause in why(error)):
+            raise
+        return False
+    except PowerLoss:
+        return False
+    return True

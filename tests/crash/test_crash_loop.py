@@ -3,10 +3,9 @@
 import itertools
 
 import pytest
-from crash_saves import load, newest, root_with_step_1, same_values, save, state_of, why
-from torch.distributed.checkpoint.api import CheckpointException
+from crash_saves import load, newest, root_with_step_1, same_values, save, state_of, survives
 
-from dcp_checkfreq.testing import CrashTier, PowerLoss
+from dcp_checkfreq.testing import CrashTier
 
 pytestmark = pytest.mark.crash
 
@@ -19,19 +18,6 @@ def files(request, monkeypatch):
     if request.param > 1:
         monkeypatch.setattr("dcp_checkfreq.shards.assign.MIN_FILE_BYTES", 4096)
     return request.param
-
-
-def survives(call, *args, **options):
-    """Return True if the call returned and False if the power failed in it."""
-    try:
-        call(*args, **options)
-    except CheckpointException as error:
-        if not any(isinstance(cause, PowerLoss) for cause in why(error)):
-            raise
-        return False
-    except PowerLoss:
-        return False
-    return True
 
 
 def shard_names(tier):

@@ -3,8 +3,16 @@
 import itertools
 
 import pytest
-from crash_saves import folder_name, load, newest, root_with_step_1, same_values, save, state_of
-from test_crash_loop import survives
+from crash_saves import (
+    folder_name,
+    load,
+    newest,
+    root_with_step_1,
+    same_values,
+    save,
+    state_of,
+    survives,
+)
 
 from dcp_checkfreq.recovery.clean import clean_root, delete_step
 from dcp_checkfreq.testing import CrashTier, ManualClock, MemoryTier
