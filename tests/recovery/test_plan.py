@@ -1,0 +1,208 @@
+"""Which step to resume: by number, whole, and of the history that is alive."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dcp_checkfreq.format.names import step_folder
+from dcp_checkfreq.recovery.plan import StepRecord, abandoned_by, rank
+
+
+def record(step, run="", *, name=None, problem=None, abandons=None):
+    return StepRecord(
+        name=name or step_folder(step),
+        step=step,
+        problem=problem,
+        run_id=run,
+        abandons=abandons or {},
+    )
+
+
+def newest(records):
+    candidates = rank(records).candidates
+    return candidates[0] if candidates else None
+
+
+RECORDS = st.lists(
+    st.builds(
+        StepRecord,
+        name=st.text("step_-0123456789", min_size=6, max_size=12),
+        step=st.integers(0, 30),
+        problem=st.sampled_from([None, None, "cut short"]),
+        run_id=st.sampled_from(["", "a", "b", "c"]),
+        abandons=st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(0, 30), max_size=2),
+    ),
+    max_size=12,
+)
+
+
+@settings(deadline=None)
+@given(records=RECORDS)
+def test_every_record_is_a_candidate_or_rejected_with_a_reason(records):
+    ranking = rank(records)
+    named = [r.name for r in ranking.candidates] + [r.name for r in ranking.rejected]
+    assert sorted(named) == sorted(r.name for r in records)
+    assert all(passed.reason for passed in ranking.rejected)
+
+
+@settings(deadline=None)
+@given(records=RECORDS)
+def test_candidates_are_whole_and_newest_first_and_each_step_counts_once(records):
+    ranking = rank(records)
+    steps = [r.step for r in ranking.candidates]
+    assert steps == sorted(set(steps), reverse=True)
+    assert all(r.problem is None for r in ranking.candidates)
+
+
+@settings(deadline=None)
+@given(records=RECORDS, data=st.data())
+def test_the_order_of_the_scan_does_not_matter(records, data):
+    shuffled = data.draw(st.permutations(records))
+    assert [r.step for r in rank(records).candidates] == [r.step for r in rank(shuffled).candidates]
+
+
+@settings(deadline=None)
+@given(records=RECORDS)
+def test_without_branches_the_newest_whole_step_is_resumed(records):
+    plain = [record(r.step, r.run_id, name=r.name, problem=r.problem) for r in records]
+    whole = [r.step for r in plain if r.problem is None]
+    chosen = newest(plain)
+    assert (chosen.step if chosen else None) == max(whole, default=None)
+
+
+@pytest.mark.parametrize("steps", [[9, 10], [99, 100], [99_999_999, 100_000_000], [9, 10**12]])
+def test_order_is_by_number_at_any_width(steps):
+    for spelling in ("step_{}", "step-{}", "step_{:08d}"):
+        records = [record(step, name=spelling.format(step)) for step in steps]
+        assert newest(records).step == max(steps)
+        assert [r.step for r in rank(records).candidates] == sorted(steps, reverse=True)
+
+
+@pytest.mark.parametrize("other", ["step_10", "step-10", "step-00000010", "step_0000000010"])
+def test_of_two_spellings_of_one_step_the_usual_one_counts(other):
+    usual = record(10)
+    for records in ([usual, record(10, name=other)], [record(10, name=other), usual]):
+        ranking = rank(records)
+        assert [r.name for r in ranking.candidates] == [usual.name]
+        assert [(r.name, r.step) for r in ranking.rejected] == [(other, 10)]
+        assert usual.name in ranking.rejected[0].reason
+
+
+def test_a_broken_spelling_does_not_hide_the_whole_one():
+    ranking = rank([record(10, problem="cut short"), record(10, name="step_10")])
+    assert [r.name for r in ranking.candidates] == ["step_10"]
+
+
+def test_a_newer_broken_step_is_passed_over_with_its_reason():
+    ranking = rank([record(1), record(2), record(3, problem="a file is missing")])
+    assert [r.step for r in ranking.candidates] == [2, 1]
+    assert [(r.step, r.reason) for r in ranking.rejected] == [(3, "a file is missing")]
+
+
+def test_steps_of_stock_dcp_are_as_good_as_ours():
+    records = [record(100, "a"), record(200), record(300, "a", problem="cut short")]
+    assert newest(records).step == 200
+
+
+# --- branches ---
+
+
+def test_the_step_of_a_branch_that_was_left_is_not_the_newest():
+    old = [record(step, "a") for step in (100, 200, 300, 400, 5000)]
+    abandons = abandoned_by(old[2], old)
+    assert abandons == {"a": 301}
+    ranking = rank([*old, record(350, "b", abandons=abandons)])
+    assert [(r.step, r.run_id) for r in ranking.candidates] == [
+        (350, "b"), (300, "a"), (200, "a"), (100, "a"),
+    ]  # fmt: skip
+    assert [r.step for r in ranking.rejected] == [5000, 400]
+    assert all("abandoned" in r.reason for r in ranking.rejected)
+
+
+def test_until_the_new_branch_has_a_whole_step_the_old_one_is_alive():
+    old = [record(300, "a"), record(5000, "a")]
+    torn = record(350, "b", problem="cut short", abandons=abandoned_by(old[0], old))
+    assert newest([*old, torn]).step == 5000
+
+
+def test_who_goes_on_from_the_new_branch_still_leaves_the_old_one():
+    old = [record(300, "a"), record(5000, "a")]
+    second = record(350, "b", abandons=abandoned_by(old[0], old))
+    third = record(360, "c", abandons=abandoned_by(second, [*old, second]))
+    assert third.abandons == {"a": 301, "b": 351}
+    assert newest([*old, third]).run_id == "c", "also when b's steps have expired"
+    assert newest([*old, second, third]).run_id == "c"
+
+
+def test_an_explicit_return_to_the_old_branch_makes_it_the_newest():
+    old = [record(300, "a"), record(5000, "a")]
+    second = record(350, "b", abandons=abandoned_by(old[0], old))
+    everything = [*old, second]
+    back = record(5100, "c", abandons=abandoned_by(old[1], everything))
+    assert newest([*everything, back]).run_id == "c"
+
+
+def test_after_an_explicit_return_a_torn_step_falls_back_to_where_it_came_from():
+    old = [record(300, "a"), record(600, "a"), record(5000, "a")]
+    second = record(350, "b", abandons=abandoned_by(old[0], old))
+    everything = [*old, second]
+    back = [
+        record(650, "c", abandons=abandoned_by(old[1], everything)),
+        record(700, "c", problem="torn", abandons=abandoned_by(old[1], everything)),
+    ]
+    ranking = rank([*everything, *back])
+    assert [(r.step, r.run_id) for r in ranking.candidates][:2] == [(650, "c"), (600, "a")]
+
+
+def test_a_fresh_start_leaves_everything():
+    old = [record(100, "a"), record(50, "b")]
+    abandons = abandoned_by(None, old)
+    assert abandons == {"a": 0, "b": 0}
+    assert newest([*old, record(10, "c", abandons=abandons)]).run_id == "c"
+
+
+def test_steps_of_no_run_cannot_be_left():
+    assert abandoned_by(record(1, ""), [record(1, ""), record(5, "")]) == {}
+
+
+@st.composite
+def histories(draw):
+    """Runs one after the other: each resumes the newest or any whole step, then saves a few.
+
+    Yields, after every save, what is on storage and the line of saves that led to the last one.
+    """
+    on_storage: dict[int, StepRecord] = {}
+    line_to: dict[str, list[StepRecord]] = {}  # by run: what it went on from, oldest first
+    moments = []
+    for number in range(draw(st.integers(1, 6))):
+        records = list(on_storage.values())
+        resumed = newest(records)
+        if records and draw(st.booleans()):
+            resumed = draw(st.sampled_from(records))  # asked for by its step
+        line = []
+        if resumed is not None:
+            line = [r for r in line_to[resumed.run_id] if r.step <= resumed.step]
+        run = f"run {number}"
+        line_to[run] = line
+        abandons = abandoned_by(resumed, records)
+        step = resumed.step if resumed else 0
+        for _ in range(draw(st.integers(1, 4))):
+            step += 10
+            on_storage[step] = record(step, run, abandons=abandons)
+            line.append(on_storage[step])
+            moments.append((list(on_storage.values()), list(line)))
+    return moments
+
+
+@settings(deadline=None)
+@given(history=histories())
+def test_through_any_history_the_newest_is_what_was_saved_last(history):
+    for on_storage, line in history:
+        assert newest(on_storage) == line[-1]
+
+
+@settings(deadline=None, max_examples=300)
+@given(history=histories())
+def test_through_any_history_only_the_line_of_the_last_save_is_fallen_back_to(history):
+    for on_storage, line in history:
+        assert all(candidate in line for candidate in rank(on_storage).candidates)
