@@ -4,7 +4,7 @@ import random
 
 import pytest
 import xxhash
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_checkfreq.format.digest import (
@@ -19,7 +19,6 @@ from dcp_checkfreq.format.digest import (
 SIZES = st.integers(0, 1 << 45)
 
 
-@settings(deadline=None)
 @given(size=SIZES)
 def test_a_block_is_a_power_of_two_within_its_bounds(size):
     block = block_bytes(size)
@@ -27,20 +26,17 @@ def test_a_block_is_a_power_of_two_within_its_bounds(size):
     assert block & (block - 1) == 0
 
 
-@settings(deadline=None)
 @given(one=SIZES, other=SIZES)
 def test_a_larger_payload_never_has_a_smaller_block(one, other):
     small, large = sorted((one, other))
     assert block_bytes(small) <= block_bytes(large)
 
 
-@settings(deadline=None)
 @given(size=st.integers(0, 128 << 20))
 def test_a_payload_below_the_largest_block_has_few_digests(size):
     assert block_count(size, block_bytes(size)) <= 64
 
 
-@settings(deadline=None)
 @given(size=SIZES, block=st.integers(1, 1 << 30))
 def test_there_is_one_digest_per_started_block(size, block):
     count = block_count(size, block)
@@ -57,7 +53,6 @@ def test_a_digest_is_xxh3_of_the_bytes_in_one_piece(size):
     assert digest(memoryview(bytearray(data))) == xxhash.xxh3_64_intdigest(data)
 
 
-@settings(deadline=None)
 @given(data=st.data(), size=st.integers(1, 5000), block=st.integers(1, 2000))
 def test_a_flipped_bit_at_any_place_is_found_in_its_block(data, size, block):
     content = bytearray(random.Random(size).randbytes(size))

@@ -54,7 +54,7 @@ def test_the_payload_lies_at_a_multiple_of_64(dtype, shape):
         assert len(envelope.prefix) % PAYLOAD_ALIGN_BYTES == 0
 
 
-@settings(deadline=None, max_examples=40)
+@settings(max_examples=40)
 @given(shape=st.lists(st.integers(0, 9), max_size=6).map(tuple), dtype=st.sampled_from(DTYPES))
 def test_any_shape_makes_a_whole_item(shape, dtype):
     envelope = make_envelope(dtype, shape)

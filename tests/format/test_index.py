@@ -3,7 +3,7 @@
 import pickle
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_checkfreq.format.index import (
@@ -84,13 +84,11 @@ def plain_record():
     )
 
 
-@settings(deadline=None)
 @given(record=records())
 def test_a_record_is_decoded_as_it_was_encoded(record):
     assert as_lists(decode(encode(record))) == as_lists(record)
 
 
-@settings(deadline=None)
 @given(record=records())
 def test_equal_records_make_equal_bytes(record):
     again = decode(encode(record))
@@ -178,7 +176,6 @@ def test_a_contradiction_is_damage(change):
         decode(encode(plain_record()) | change)
 
 
-@settings(deadline=None)
 @given(record=records())
 def test_each_item_finds_its_own_digests(record):
     starts = digest_starts(record.columns)

@@ -112,7 +112,7 @@ def test_with_any_byte_changed_it_never_loads(mask):
         content[at] ^= mask
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(data=st.data())
 def test_with_any_span_overwritten_it_never_loads(data):
     content = bytearray(dumped())
@@ -126,7 +126,7 @@ def test_with_any_span_overwritten_it_never_loads(data):
         metadata_format.load(bytes(content), WHERE)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(content=st.binary(max_size=200))
 def test_any_bytes_are_refused_as_broken(content):
     with pytest.raises(BrokenMetadata):

@@ -1,7 +1,7 @@
 """Every name that we give can be read again, and no name of anyone else is taken for ours."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_checkfreq.format import names
@@ -10,13 +10,11 @@ ATTEMPTS = st.text("0123456789abcdef", min_size=12, max_size=12)
 COUNTS = st.integers(0, 10**12)
 
 
-@settings(deadline=None)
 @given(step=st.integers(0, 10**30))
 def test_a_step_is_read_back_from_the_folder_that_was_named_for_it(step):
     assert names.parse_step(names.step_folder(step)) == step
 
 
-@settings(deadline=None)
 @given(steps=st.lists(st.integers(0, 10**8 - 1)))
 def test_up_to_eight_digits_text_order_is_step_order(steps):
     assert sorted(map(names.step_folder, steps)) == [names.step_folder(s) for s in sorted(steps)]
@@ -68,13 +66,11 @@ def test_a_negative_step_has_no_folder():
         names.step_folder(-1)
 
 
-@settings(deadline=None)
 @given(rank=COUNTS, number=COUNTS, attempt=ATTEMPTS)
 def test_a_shard_name_is_read_back_as_it_was_built(rank, number, attempt):
     assert names.parse_shard(names.shard_file(rank, number, attempt)) == (rank, number, attempt)
 
 
-@settings(deadline=None)
 @given(attempt=ATTEMPTS)
 def test_a_scratch_name_is_read_back_and_is_not_the_commit_record(attempt):
     name = names.scratch_metadata(attempt)
@@ -115,7 +111,6 @@ def test_a_foreign_file_is_neither_shard_nor_scratch(name):
     assert names.parse_scratch(name) is None
 
 
-@settings(deadline=None)
 @given(name=st.text(max_size=40))
 def test_any_text_is_parsed_without_an_error(name):
     for parse in (names.parse_step, names.parse_shard, names.parse_scratch):

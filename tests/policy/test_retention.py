@@ -1,7 +1,7 @@
 """What may go: never the newest, never fewer than asked for, and the same answer twice."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_checkfreq.policy.retention import Retention, select_expired
@@ -10,14 +10,12 @@ STEPS = st.sets(st.integers(0, 500), max_size=30)
 RULES = st.builds(Retention, keep_last=st.integers(1, 6), keep_every=st.none() | st.integers(1, 60))
 
 
-@settings(deadline=None)
 @given(steps=STEPS, rule=RULES)
 def test_the_newest_never_expires(steps, rule):
     expired = select_expired(steps, rule)
     assert not steps or max(steps) not in expired
 
 
-@settings(deadline=None)
 @given(steps=STEPS, rule=RULES)
 def test_the_last_ones_stay_and_only_what_is_there_goes(steps, rule):
     expired = select_expired(steps, rule)
@@ -27,7 +25,6 @@ def test_the_last_ones_stay_and_only_what_is_there_goes(steps, rule):
     assert len(kept) >= min(len(steps), rule.keep_last)
 
 
-@settings(deadline=None)
 @given(steps=STEPS, rule=RULES)
 def test_multiples_that_are_to_be_kept_stay_and_nothing_else_does(steps, rule):
     kept = steps - set(select_expired(steps, rule))
@@ -35,20 +32,17 @@ def test_multiples_that_are_to_be_kept_stay_and_nothing_else_does(steps, rule):
     assert kept == multiples | set(sorted(steps)[-rule.keep_last :])
 
 
-@settings(deadline=None)
 @given(steps=STEPS, rule=RULES)
 def test_after_deleting_nothing_more_expires(steps, rule):
     kept = steps - set(select_expired(steps, rule))
     assert select_expired(kept, rule) == []
 
 
-@settings(deadline=None)
 @given(steps=STEPS, rule=RULES, new=st.integers(501, 600))
 def test_a_newer_step_brings_nothing_back(steps, rule, new):
     assert set(select_expired(steps, rule)) <= set(select_expired({*steps, new}, rule))
 
 
-@settings(deadline=None)
 @given(steps=st.lists(st.integers(0, 500), max_size=30), rule=RULES)
 def test_the_order_given_does_not_matter_and_the_oldest_go_first(steps, rule):
     expired = select_expired(steps, rule)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter
@@ -47,7 +47,6 @@ ENTRIES = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(entries=ENTRIES, named=st.sets(NAMES), before_s=st.integers(0, 20).map(float))
 def test_leftovers_are_old_files_of_ours_that_no_checkpoint_names(entries, named, before_s):
     by_name = {entry.name: entry for entry in entries}

@@ -5,7 +5,7 @@ import os
 import socket
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_checkfreq.format.names import LEASE, RUN_FOLDER
@@ -27,7 +27,6 @@ def test_no_lease_holds_nobody_back():
     assert not live(None)
 
 
-@settings(deadline=None)
 @given(age_s=st.floats(-1e9, 1e9), alive=st.booleans(), host=st.sampled_from(["here", "there"]))
 def test_a_run_does_not_hold_itself_back(age_s, alive, host):
     assert not live(RunLease("mine", host, 1, NOW_S - age_s), pid_alive=alive)

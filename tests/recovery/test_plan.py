@@ -36,7 +36,6 @@ RECORDS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(records=RECORDS)
 def test_every_record_is_a_candidate_or_rejected_with_a_reason(records):
     ranking = rank(records)
@@ -45,7 +44,6 @@ def test_every_record_is_a_candidate_or_rejected_with_a_reason(records):
     assert all(passed.reason for passed in ranking.rejected)
 
 
-@settings(deadline=None)
 @given(records=RECORDS)
 def test_candidates_are_whole_and_newest_first_and_each_step_counts_once(records):
     ranking = rank(records)
@@ -54,14 +52,12 @@ def test_candidates_are_whole_and_newest_first_and_each_step_counts_once(records
     assert all(r.problem is None for r in ranking.candidates)
 
 
-@settings(deadline=None)
 @given(records=RECORDS, data=st.data())
 def test_the_order_of_the_scan_does_not_matter(records, data):
     shuffled = data.draw(st.permutations(records))
     assert [r.step for r in rank(records).candidates] == [r.step for r in rank(shuffled).candidates]
 
 
-@settings(deadline=None)
 @given(records=RECORDS)
 def test_without_branches_the_newest_whole_step_is_resumed(records):
     plain = [record(r.step, r.run_id, name=r.name, problem=r.problem) for r in records]
@@ -194,14 +190,13 @@ def histories(draw):
     return moments
 
 
-@settings(deadline=None)
 @given(history=histories())
 def test_through_any_history_the_newest_is_what_was_saved_last(history):
     for on_storage, line in history:
         assert newest(on_storage) == line[-1]
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(history=histories())
 def test_through_any_history_only_the_line_of_the_last_save_is_fallen_back_to(history):
     for on_storage, line in history:

@@ -3,7 +3,7 @@
 import itertools
 
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dcp_checkfreq.shards import assign
@@ -28,7 +28,6 @@ EXTENTS = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(sizes=SIZES, max_files=st.integers(1, 6))
 def test_every_item_is_in_exactly_one_file(sizes, max_files):
     files = assign_files(sizes, max_files)
@@ -38,7 +37,6 @@ def test_every_item_is_in_exactly_one_file(sizes, max_files):
     assert all(file == sorted(file) for file in files)
 
 
-@settings(deadline=None)
 @given(sizes=SIZES, max_files=st.integers(1, 6))
 def test_the_same_items_go_the_same_way(sizes, max_files):
     assert assign_files(sizes, max_files) == assign_files(list(sizes), max_files)
@@ -63,7 +61,6 @@ def smallest_possible(sizes, files):
     return best
 
 
-@settings(deadline=None)
 @given(sizes=SIZES, max_files=st.integers(1, 4))
 def test_no_file_is_above_four_thirds_of_the_best_possible(sizes, max_files):
     assume(sum(sizes))
@@ -73,7 +70,6 @@ def test_no_file_is_above_four_thirds_of_the_best_possible(sizes, max_files):
     assert 3 * heaviest <= 4 * smallest_possible(sorted(sizes, reverse=True), count)
 
 
-@settings(deadline=None)
 @given(sizes=SIZES, max_files=st.integers(1, 6))
 def test_few_bytes_make_few_files(sizes, max_files):
     files = assign_files(sizes, max_files)
@@ -91,7 +87,6 @@ def test_no_files_at_all_is_an_error(max_files):
         assign_files([1], max_files)
 
 
-@settings(deadline=None)
 @given(extents=EXTENTS, data=st.data())
 def test_items_keep_their_order_and_never_overlap(extents, data):
     items = data.draw(st.permutations(range(len(extents))))
@@ -105,7 +100,6 @@ def test_items_keep_their_order_and_never_overlap(extents, data):
     assert placement.size_bytes >= end
 
 
-@settings(deadline=None)
 @given(extents=EXTENTS)
 def test_payloads_are_aligned_by_their_size(extents):
     placement = place(range(len(extents)), extents)
@@ -114,7 +108,6 @@ def test_payloads_are_aligned_by_their_size(extents):
         assert (start + extent.prefix_bytes) % (PAGE_BYTES if large else SMALL_ALIGN_BYTES) == 0
 
 
-@settings(deadline=None)
 @given(extents=EXTENTS)
 def test_gaps_are_below_the_alignment_and_the_file_ends_soon(extents):
     placement = place(range(len(extents)), extents)
@@ -127,7 +120,6 @@ def test_gaps_are_below_the_alignment_and_the_file_ends_soon(extents):
     assert placement.size_bytes % PAGE_BYTES == 0 or placement.size_bytes == end < PAGE_BYTES
 
 
-@settings(deadline=None)
 @given(extents=EXTENTS)
 def test_the_same_extents_are_placed_the_same(extents):
     assert place(range(len(extents)), extents) == place(list(range(len(extents))), list(extents))

@@ -4,7 +4,7 @@ import itertools
 from collections import defaultdict
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_checkfreq.shards.read_plan import PAGE_BYTES, Want, round_to_blocks, split, windows
@@ -31,7 +31,6 @@ def several(draw):
 LIMITS = st.integers(4 * PAGE_BYTES, 40 * PAGE_BYTES)
 
 
-@settings(deadline=None)
 @given(wants=several(), max_bytes=LIMITS, gap=st.integers(0, 50_000))
 def test_every_byte_of_every_want_is_in_exactly_one_window(wants, max_bytes, gap):
     brought = defaultdict(list)
@@ -47,7 +46,6 @@ def test_every_byte_of_every_want_is_in_exactly_one_window(wants, max_bytes, gap
         assert at == want.stop or want.start == want.stop
 
 
-@settings(deadline=None)
 @given(wants=several(), max_bytes=LIMITS, gap=st.integers(0, 50_000))
 def test_a_window_holds_its_wants_whole_and_starts_and_ends_at_pages(wants, max_bytes, gap):
     for window in windows(wants, max_bytes=max_bytes, max_gap_bytes=gap):
@@ -59,7 +57,6 @@ def test_a_window_holds_its_wants_whole_and_starts_and_ends_at_pages(wants, max_
             assert part.payload_offset + part.stop <= window.stop
 
 
-@settings(deadline=None)
 @given(wants=several(), max_bytes=LIMITS, gap=st.integers(0, 50_000))
 def test_no_window_is_above_the_limit_but_for_one_block_that_is(wants, max_bytes, gap):
     for window in windows(wants, max_bytes=max_bytes, max_gap_bytes=gap):
@@ -70,7 +67,6 @@ def test_no_window_is_above_the_limit_but_for_one_block_that_is(wants, max_bytes
             assert size < part.block + 2 * PAGE_BYTES
 
 
-@settings(deadline=None)
 @given(wants=several(), max_bytes=LIMITS, gap=st.integers(0, 50_000))
 def test_parts_are_whole_digest_blocks(wants, max_bytes, gap):
     by_ticket = {want.ticket: want for want in wants}
@@ -84,7 +80,6 @@ def test_parts_are_whole_digest_blocks(wants, max_bytes, gap):
                 assert part.stop % part.block == 0 or part.stop == whole.stop
 
 
-@settings(deadline=None)
 @given(wants=several(), max_bytes=LIMITS, gap=st.integers(0, 50_000))
 def test_no_more_than_the_allowed_gap_is_read_over(wants, max_bytes, gap):
     for window in windows(wants, max_bytes=max_bytes, max_gap_bytes=gap):
@@ -99,7 +94,6 @@ def test_no_more_than_the_allowed_gap_is_read_over(wants, max_bytes, gap):
         assert window.stop - end < PAGE_BYTES
 
 
-@settings(deadline=None)
 @given(wants=several(), max_bytes=LIMITS, gap=st.integers(0, 50_000), data=st.data())
 def test_the_order_of_the_wants_does_not_matter(wants, max_bytes, gap, data):
     shuffled = data.draw(st.permutations(wants))
@@ -124,7 +118,6 @@ def test_nothing_wanted_is_nothing_read():
     assert windows([Want(0, "a", 5, 0, 0, 16)], max_bytes=1 << 20, max_gap_bytes=0) == []
 
 
-@settings(deadline=None)
 @given(
     size=st.integers(0, 10_000), block=st.integers(0, 600), data=st.data(),
 )  # fmt: skip

@@ -44,7 +44,7 @@ def test_every_box_of_a_small_shape_is_what_torch_slices(shape):
         check(shape, offsets, lengths)
 
 
-@settings(deadline=None, max_examples=200)
+@settings(max_examples=200)
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=5))
 def test_any_box_is_what_torch_slices(data, shape):
     offsets = [data.draw(st.integers(0, size)) for size in shape]
@@ -54,7 +54,6 @@ def test_any_box_is_what_torch_slices(data, shape):
     check(shape, offsets, lengths)
 
 
-@settings(deadline=None)
 @given(shape=st.lists(st.integers(0, 5), max_size=5))
 def test_strides_are_those_of_torch(shape):
     assert strides_of(shape) == torch.empty(shape).stride()

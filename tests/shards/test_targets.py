@@ -28,7 +28,7 @@ def deliver(target, saved, start, stop, cuts, order=None):
         lent[:] = b"\xee" * len(lent)  # only lent: it is overwritten right after
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(data=st.data(), shape=st.lists(st.integers(1, 5), max_size=4).map(tuple))
 def test_any_box_in_any_pieces_and_order_arrives(data, shape):
     offsets = [data.draw(st.integers(0, size - 1)) for size in shape]
