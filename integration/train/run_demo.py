@@ -89,12 +89,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             same_ranks = len({launch.ranks for launch in run.plan.launches}) == 1
             run.checks += check_against(run, runs[0], bit_identical=same_ranks)
 
-    show(console, runs)
     wall_s = time.monotonic() - started_s
     result = report(runs, wall_s=wall_s, command=sys.argv if argv is None else list(argv))
     if args.json is not None:
         args.json.parent.mkdir(parents=True, exist_ok=True)
         args.json.write_text(json.dumps(result, indent=1) + "\n")
+    show(console, runs)
     console.print(f"{wall_s:.0f} s. Logs and checkpoints: {args.out}", highlight=False)
     return 0 if result["passed"] else 1
 
@@ -151,9 +151,8 @@ def show(console: Console, runs: Sequence[Run]) -> None:
         table.add_section()
     console.print(table)
     console.print(
-        "killed in: the step whose background save was in flight, and which ranks; from: the\n"
-        "step resumed from; lost: steps done again; restore: of the slowest rank; loss: of\n"
-        "the last step.\n",
+        "killed in: the step whose save was in flight, and the ranks that got the kill\n"
+        "from: resumed from that step; lost: steps done again; restore: slowest rank\n",
         highlight=False,
     )
     for run in runs:
