@@ -7,12 +7,14 @@ key types, tuples and counters as they are, with large tensors beside it.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, MutableMapping
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
     get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
@@ -22,6 +24,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import StateMismatch, UnsupportedState
+
+_log = logging.getLogger(__name__)
 
 _TREE, _TENSORS = "tree", "tensors"
 _SLOT = "__dcp_checkfreq_tensor__"
@@ -92,8 +96,9 @@ class AppState:
     def __init__(self, parts: MutableMapping[str, Any], rank: int) -> None:
         if not parts:
             raise ValueError("the state is empty: there would be nothing to save")
-        for name in parts:
-            if not name or "." in name or "/" in name:
+        names: list[object] = list(parts)
+        for name in names:
+            if not isinstance(name, str) or not name or "." in name or "/" in name:
                 raise UnsupportedState(
                     str(name), "part name", "names are non-empty text without dots or slashes"
                 )
@@ -153,7 +158,9 @@ class AppState:
 
     def _target(self, name: str, metadata: Metadata) -> Any:
         live = self._capture(name)
-        if isinstance(self._parts[name], (torch.nn.Module, torch.optim.Optimizer)):
+        if isinstance(self._parts[name], torch.optim.Optimizer):
+            return _only_saved_state(name, live, metadata)
+        if isinstance(self._parts[name], torch.nn.Module):
             return live
         prefix = f"{self._key(name)}.{_TENSORS}."
         saved = {
@@ -182,7 +189,7 @@ class AppState:
             if isinstance(part, torch.nn.Module):
                 set_model_state_dict(part, value)
             elif isinstance(part, torch.optim.Optimizer):
-                set_optimizer_state_dict(self._owners[name], part, value)
+                _set_optimizer(self._owners[name], part, value)
             elif isinstance(part, PerRank):
                 part.value = _restored(part.value, unpack(value))
             else:
@@ -194,6 +201,44 @@ def _restored(part: Any, value: Any) -> Any:
         part.load_state_dict(value)
         return part
     return value
+
+
+def _only_saved_state(name: str, live: dict[str, Any], metadata: Metadata) -> dict[str, Any]:
+    """Leave out parameters that had no optimizer state when the checkpoint was saved.
+
+    Torch makes state for all parameters before a load; one that had not been stepped yet has none
+    in the checkpoint, and shall have none afterwards.
+    """
+    saved = metadata.state_dict_metadata
+    prefix = f"{name}.state."
+    kept = {
+        parameter: state
+        for parameter, state in live["state"].items()
+        if not state or any(f"{prefix}{parameter}.{entry}" in saved for entry in state)
+    }
+    wanted = tuple(f"{prefix}{parameter}." for parameter in kept)
+    dropped = [key for key in saved if key.startswith(prefix) and not key.startswith(wanted)]
+    if dropped:
+        _log.warning(
+            "%s: the checkpoint holds state of parameters that the optimizer does not train now "
+            "(frozen, or gone); it is not restored: %s",
+            name,
+            ", ".join(dropped[:5]) + (" ..." if len(dropped) > 5 else ""),
+        )
+    return {**live, "state": kept}
+
+
+def _set_optimizer(
+    owner: torch.nn.Module, optimizer: torch.optim.Optimizer, value: dict[str, Any]
+) -> None:
+    complete: dict[str, Any] = dict(get_optimizer_state_dict(owner, optimizer))
+    missing = set(complete["state"]) - set(value["state"])
+    options = StateDictOptions(strict=not missing)
+    set_optimizer_state_dict(owner, optimizer, value, options=options)
+    for named, group in zip(complete["param_groups"], optimizer.param_groups, strict=True):
+        for parameter_name, parameter in zip(named["params"], group["params"], strict=True):
+            if parameter_name in missing:
+                optimizer.state.pop(parameter, None)
 
 
 def _owner(

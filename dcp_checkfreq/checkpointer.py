@@ -39,6 +39,7 @@ from dcp_checkfreq.recovery.clean import clean_root, delete_step
 from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.plan import StepRecord, abandoned_by
 from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole, scan
+from dcp_checkfreq.storage.late import look_again
 from dcp_checkfreq.storage.open import Location, open_tier
 from dcp_checkfreq.writer import CheckFreqWriter
 
@@ -89,6 +90,8 @@ class Checkpointer:
         on_error: "log" goes on after a failed save, "raise" raises it at the next call.
         max_failures: this many failed saves in a row raise `TooManyFailures` in any case.
         threads: shard files that a rank writes or reads at once.
+        allow_pickle: save and restore values whose unpickling runs code. Without it they are
+            refused when they are saved.
         timeout_s: how long a rank waits for the others in a save or restore.
         clock: where time comes from.
 
@@ -107,6 +110,7 @@ class Checkpointer:
         on_error: Literal["log", "raise"] = "log",
         max_failures: int = 3,
         threads: int = 2,
+        allow_pickle: bool = False,
         timeout_s: float = 1800.0,
         clock: Clock | None = None,
     ) -> None:
@@ -123,7 +127,8 @@ class Checkpointer:
         self._root = open_tier(root)
         self._agree = Agreement(timeout_s=timeout_s)
         self._state = AppState(state, self._agree.rank)
-        self._planner = CheckFreqSavePlanner()
+        self._allow_pickle = allow_pickle
+        self._planner = CheckFreqSavePlanner(allow_pickle=allow_pickle)
         run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])
         self._lineage: Lineage | None = None  # known once it is clear what this run goes on from
         self._run_id = run_id
@@ -148,7 +153,7 @@ class Checkpointer:
 
         self._agree.decide(leave_probe)
         try:
-            folder.size(probe)
+            look_again(folder, lambda: folder.size(probe), self._clock)
             sees_it = True
         except OSError:
             sees_it = False
@@ -241,7 +246,7 @@ class Checkpointer:
         )
         for text in passed_over:
             _log.warning("%s: passed over %s", self._root.location, text)
-        published = [record for record in records if record.attempt or record.problem is None]
+        published = [record for record in records if record.published]
         if newest is None and (published or broken):
             raise NoValidCheckpoint(
                 self._root.location,
@@ -276,7 +281,7 @@ class Checkpointer:
         dcp_load(
             target,
             storage_reader=reader,
-            planner=CheckFreqLoadPlanner(),
+            planner=CheckFreqLoadPlanner(allow_pickle=self._allow_pickle),
             process_group=self._agree.group,
             no_dist=self._agree.is_alone,
         )
@@ -302,9 +307,12 @@ class Checkpointer:
         Raises:
             SaveFailed: a background save failed (see ``on_error`` and ``max_failures``).
         """
-        self._report_finished()
-        self.step = self.step + 1 if step is None else step
-        if self.step % self._every == 0:
+        done = self.step + 1 if step is None else step
+        due = done % self._every == 0
+        if due or (self._in_flight is not None and self._in_flight.done()):
+            self._finish_in_flight()
+        self.step = done
+        if due:
             self.save()
 
     def save(self, *, wait: bool = False) -> None:
@@ -319,13 +327,15 @@ class Checkpointer:
         if self._lineage is None:
             self._agree.decide(self._refuse_foreign_steps)
             self._go_on_from_here()
+        if self._agree.rank == 0:
+            self._lease.renew()
         step = self.step
         folder = self._root.child(names.step_folder(step))
         writer = CheckFreqWriter(
             folder,
             threads=self._threads,
             lineage=self._lineage,
-            overwrite=self._agree.rank == 0 and self._is_abandoned(step),
+            overwrite=self._agree.rank == 0 and self._is_replaceable(step),
         )
         staged = writer.stage(self._state.capture())
         self._in_flight_step = step
@@ -347,13 +357,14 @@ class Checkpointer:
                 "fresh_start=True if this run is to start from nothing",
             )
 
-    def _is_abandoned(self, step: int) -> bool:
-        """On rank 0: whether the checkpoint in the way, if any, is on a branch left behind."""
+    def _is_replaceable(self, step: int) -> bool:
+        """On rank 0: whether a checkpoint is in the way that is damaged or was left behind."""
         assert self._lineage is not None
         for record in scan(self._root):
-            if record.name == names.step_folder(step) and record.problem is None:
+            if record.name == names.step_folder(step):
                 first = self._lineage.abandons.get(record.run_id)
-                return first is not None and step >= first
+                left_behind = first is not None and step >= first
+                return record.published and (left_behind or record.problem is not None)
         return False
 
     def _write(self, writer: CheckFreqWriter, staged: dict[str, Any], step: int) -> None:
@@ -391,10 +402,6 @@ class Checkpointer:
     def wait(self) -> None:
         """Wait until the save in flight is published, and report it like `after_step`."""
         self._finish_in_flight()
-
-    def _report_finished(self) -> None:
-        if self._in_flight is not None and self._in_flight.done():
-            self._finish_in_flight()
 
     def _finish_in_flight(self, *, must_raise: bool = False) -> None:
         future, self._in_flight = self._in_flight, None

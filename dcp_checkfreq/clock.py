@@ -17,6 +17,10 @@ class Clock(Protocol):
         """Seconds from an arbitrary start. Never goes back; for durations."""
         ...
 
+    def sleep(self, seconds_s: float) -> None:
+        """Do nothing for so long."""
+        ...
+
 
 class SystemClock:
     """The machine's own clocks."""
@@ -28,3 +32,7 @@ class SystemClock:
     def monotonic_s(self) -> float:
         """Return seconds on a clock that never goes back."""
         return time.monotonic()
+
+    def sleep(self, seconds_s: float) -> None:
+        """Block this thread."""
+        time.sleep(seconds_s)

@@ -36,7 +36,7 @@ def find_latest_valid(
     """Return the newest checkpoint under ``root`` that is really whole, or None.
 
     Whole: ``.metadata`` is there, undamaged, and every file that it names has its exact size. With
-    ``depth="digest"`` every byte is read and checked too. Steps are ordered by number; folders
+    ``depth="digest"`` every payload is read and checked too. Steps are ordered by number; folders
     with other names are skipped; checkpoints of stock DCP count. Newer steps that are not whole
     are logged as warnings and listed in `Found.rejected`. Changes nothing on storage.
 

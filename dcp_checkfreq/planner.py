@@ -11,13 +11,19 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import (
+    DefaultLoadPlanner,
+    DefaultSavePlanner,
+    create_default_local_load_plan,
+)
 from torch.distributed.checkpoint.metadata import (
     Metadata,
+    MetadataIndex,
     StorageMeta,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
+    LoadItemType,
     LoadPlan,
     ReadItem,
     SavePlan,
@@ -26,10 +32,17 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_checkfreq.errors import PlanCacheStale, ReplicasDiffer, StateMismatch
+from dcp_checkfreq.errors import (
+    PlanCacheStale,
+    ReplicasDiffer,
+    StateMismatch,
+    UnsafePickle,
+    UnsupportedState,
+)
 from dcp_checkfreq.format.digest import digest
 from dcp_checkfreq.format.safe_bytes import load_object
-from dcp_checkfreq.shards.codec import bytes_of, dense, is_sharded_tensor
+from dcp_checkfreq.garbage import collector_held
+from dcp_checkfreq.shards.codec import bytes_of, check_storable, dense, is_sharded_tensor
 
 Signature = list[tuple[object, ...]]
 
@@ -72,10 +85,15 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
     at every save, replicated tensors at the first one and when `check_tensors_once` was called.
 
     Not thread-safe: one save at a time.
+
+    Args:
+        allow_pickle: whether whoever loads will allow pickles. If not, a value that would need
+            one is refused when it is saved, rather than when it is needed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, allow_pickle: bool = True) -> None:
         super().__init__()
+        self._allow_pickle = allow_pickle
         self._kept: _KeptPlan | None = None
         self._kept_global: _KeptGlobalPlan | None = None
         self._signature: Signature = []
@@ -94,11 +112,16 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Take the state of a new save."""
-        super().set_up_planner(state_dict, storage_meta, is_coordinator)
+        with collector_held():
+            super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._where = str(storage_meta.checkpoint_id) if storage_meta else "this save"
 
     def create_local_plan(self) -> SavePlan:
         """Return this rank's plan, or just a token if the kept one still fits."""
+        with collector_held():
+            return self._create_local_plan()
+
+    def _create_local_plan(self) -> SavePlan:
         self._signature = [_describe(key, value) for key, value in self.state_dict.items()]
         self._streams = {
             key: _serialise(value)
@@ -114,6 +137,9 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
             self._candidate: _KeptPlan | None = kept
             return SavePlan([], planner_data=_Facts({}, kept.token, digests), usable=False)
         self._candidate = None
+        if not self._allow_pickle:
+            for key, stream in self._streams.items():
+                _check_loads_safely(key, stream, self._where)
         plan = super().create_local_plan()
         return dataclasses.replace(
             plan, planner_data=_Facts(plan.planner_data, None, digests), usable=True
@@ -184,6 +210,18 @@ def _serialise(value: object) -> io.BytesIO:
     return stream
 
 
+def _check_loads_safely(key: str, stream: io.BytesIO, where: str) -> None:
+    try:
+        load_object(io.BytesIO(stream.getbuffer()), key, where, allow_pickle=False)
+    except UnsafePickle as error:
+        raise UnsupportedState(
+            key,
+            "value that needs code to unpickle",
+            f"{error.why}; restoring would refuse it. Save plain values, containers, tensors and "
+            "numpy arrays, or pass allow_pickle=True",
+        ) from error
+
+
 def _tensor_digests(state_dict: Mapping[str, Any]) -> dict[str, int]:
     """Digest tensors of which only one rank's copy is kept. Shards of a tensor differ by right."""
     digests = {}
@@ -193,6 +231,7 @@ def _tensor_digests(state_dict: Mapping[str, Any]) -> dict[str, int]:
                 continue
             value = value.to_local()
         if isinstance(value, torch.Tensor) and not is_sharded_tensor(value):
+            check_storable(value, key)
             digests[key] = digest(bytes_of(dense(value)))
     return digests
 
@@ -256,7 +295,38 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
         ]
         if differing:
             raise StateMismatch(self._where, f"shapes differ: {_listed(differing)}")
-        return super().create_local_plan()
+        with collector_held():
+            if saved.keys() - self.state_dict.keys():
+                # Maybe a checkpoint from before torch 2.4, whose keys DCP knows how to find.
+                return super().create_local_plan()
+            return self._plan_whole_tensors()
+
+    def _plan_whole_tensors(self) -> LoadPlan:
+        """Plan tensors that are saved and wanted in one piece; leave the others to DCP's rules."""
+        assert self.metadata is not None
+        items: list[ReadItem] = []
+        others: dict[str, Any] = {}
+        for key, value in self.state_dict.items():
+            kept = self.metadata.state_dict_metadata.get(key)
+            if (
+                type(value) in (torch.Tensor, torch.nn.Parameter)
+                and isinstance(kept, TensorStorageMetadata)
+                and len(kept.chunks) == 1
+                and kept.chunks[0].sizes == kept.size
+            ):
+                origin = kept.chunks[0].offsets
+                index = MetadataIndex(key, origin, 0)
+                items.append(ReadItem(LoadItemType.TENSOR, index, origin, index, origin, kept.size))
+            else:
+                others[key] = value
+        rest = create_default_local_load_plan(others, self.metadata, not self.allow_partial_load)
+        return LoadPlan(items + rest.items)
+
+    def transform_tensor(self, read_item: ReadItem, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the part of ``tensor`` that the item fills."""
+        if tensor.shape == read_item.lengths:
+            return tensor
+        return super().transform_tensor(read_item, tensor)  # type: ignore[no-any-return]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle a byte item and put it where it was.

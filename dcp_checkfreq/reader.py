@@ -19,12 +19,19 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_checkfreq.errors import BadLocation, BrokenMetadata, DtypeDiffers, StateMismatch
+from dcp_checkfreq.errors import (
+    BadLocation,
+    BrokenMetadata,
+    BrokenShard,
+    DtypeDiffers,
+    StateMismatch,
+)
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Record, digest_starts
 from dcp_checkfreq.format.safe_bytes import load_object
 from dcp_checkfreq.format.torch_private import StorageInfo
+from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.planner import CheckFreqLoadPlanner
 from dcp_checkfreq.shards.fetch import Fetcher
 from dcp_checkfreq.shards.read_plan import Want, round_to_blocks
@@ -114,7 +121,10 @@ class CheckFreqReader(StorageReader):
             content = self._tier.read(name)
         except FileNotFoundError as error:
             raise BrokenMetadata(self._tier.location, f"there is no {name}") from error
-        metadata, self._record = metadata_format.load(content, self._tier.location)
+        except OSError as error:
+            raise BrokenMetadata(self._tier.location, f"{name}: {error}") from error
+        with collector_held():
+            metadata, self._record = metadata_format.load(content, self._tier.location)
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
         metadata.storage_meta.load_id = names.new_attempt()
@@ -145,7 +155,8 @@ class CheckFreqReader(StorageReader):
             UnsafePickle: a byte item needs code; tensors may be loaded already.
             BrokenShard: see there for what became of the targets.
         """
-        jobs = self._jobs(plan, planner)
+        with collector_held():
+            jobs = self._jobs(plan, planner)
         fetcher = Fetcher(self._tier, self._record.files if self._record else {}, self._threads)
         try:
             self.bytes_read += fetcher.fetch(
@@ -271,8 +282,8 @@ class CheckFreqReader(StorageReader):
         try:
             saved = torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
         except (RuntimeError, ValueError, EOFError) as error:
-            raise StateMismatch(
-                self._tier.location, f"{key!r} is not a torch.save archive: {error}"
+            raise BrokenShard(
+                self._tier.location, f"{key!r} is not a whole torch.save archive ({error})"
             ) from error
         for dim, (start, length) in enumerate(
             zip(job.request.storage_offsets, job.request.lengths, strict=True)

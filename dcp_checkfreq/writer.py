@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -31,9 +30,11 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.format import index, names
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.envelope import Envelopes
+from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.publish.assemble import assemble
 from dcp_checkfreq.publish.phases import Event, Phase, advance, may_delete
 from dcp_checkfreq.publish.publisher import publish
+from dcp_checkfreq.publish.turn import Turn
 from dcp_checkfreq.shards.assign import Placement
 from dcp_checkfreq.shards.codec import Item, pieces
 from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve
@@ -89,6 +90,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._threads = threads
         self._lineage = lineage
         self._stager = Stager()
+        self._turn = Turn()
         self._begin()
 
     def _begin(self) -> None:
@@ -103,6 +105,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new save, into ``checkpoint_id`` if given; all other options stay."""
+        self._turn.wait()
         if self._is_coordinator and self._phase is Phase.WRITTEN:
             # `finish` was never called for it, and only this object could have: it failed.
             self.abandon()
@@ -122,6 +125,9 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             UnsupportedOption: ``use_collectives=False``.
             CheckpointExists: a whole checkpoint is there and ``overwrite`` is False.
         """
+        if self._phase is not Phase.IDLE:
+            self.reset()  # DCP itself calls it only when it is given a checkpoint_id
+        self._stager.handed_to(self._turn.take())
         if not kwargs.get("use_collectives", True):
             raise UnsupportedOption(
                 "use_collectives=False",
@@ -129,7 +135,6 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             )
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank", 0)
-        self._stager.handed_to(threading.current_thread())
         if is_coordinator and not self._overwrite and _is_published(self._tier):
             raise CheckpointExists(self._tier.location)
 
@@ -151,8 +156,9 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         """
         try:
             self._phase = advance(self._phase, Event.BEGAN)
-            items = resolve(plan, planner, _ENVELOPES)
-            placements = lay_out(items, self._threads)
+            with collector_held():
+                items = resolve(plan, planner, _ENVELOPES)
+                placements = lay_out(items, self._threads)
             self._files = [
                 names.shard_file(self._rank, number, self._attempt)
                 for number in range(len(placements))
@@ -166,8 +172,11 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             raise
         finally:
             self._stager.release()
+            if not self._is_coordinator:
+                self._turn.give_back()
         self._phase = advance(self._phase, Event.WROTE)
-        written = report(plan, items, placements, self._files)
+        with collector_held():
+            written = report(plan, items, placements, self._files)
         # One result for all items: DCP only carries results from `write_data` to `finish`.
         result = WriteResult(
             index=MetadataIndex(f"__rank_{self._rank}"),
@@ -189,7 +198,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         reports: list[RankReport] = [done.storage_data for rank in results for done in rank]
         files = {name: size for written in reports for name, size in written.files.items()}
         try:
-            columns = assemble(metadata, reports, self._tier.location)
+            with collector_held():
+                columns = assemble(metadata, reports, self._tier.location)
             metadata.storage_meta = self.storage_meta()
             record = index.Record(
                 attempt=self._attempt,
@@ -209,8 +219,11 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         except BaseException:
             self.abandon()
             raise
-        self._phase = advance(self._phase, Event.CREATED)
-        self._remove(replaced - files.keys())
+        else:
+            self._phase = advance(self._phase, Event.CREATED)
+            self._remove(replaced - files.keys())
+        finally:
+            self._turn.give_back()
 
     # --- pieces of the above ---
 

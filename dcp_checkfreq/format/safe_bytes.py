@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import _codecs
-import collections
 import datetime
 import io
 import pickle
@@ -24,17 +23,14 @@ _lock = threading.Lock()
 def _harmless() -> tuple[Any, ...]:
     """Return what optimizers, schedulers and RNG states hold beyond torch's own allow-list.
 
-    Constructors of plain values only: nothing that calls, imports or opens anything.
+    Constructors of plain values only: nothing that calls, imports or opens anything. Deques and
+    defaultdicts are not among them, because torch's safe unpickler cannot fill them.
     """
     allowed: list[Any] = [
         _codecs.encode,  # how pickle spells bytes in old protocols; numpy's RNG state has them
-        collections.deque,
-        collections.defaultdict,
-        datetime.datetime,
-        datetime.date,
-        datetime.timedelta,
-        range,
-        slice,
+        *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
+        *(bool, int, float, complex, str, bytes),
+        *(list, tuple, dict, set, frozenset, range, slice),
     ]
     try:
         import numpy as np

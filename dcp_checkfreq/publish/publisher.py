@@ -40,8 +40,8 @@ def publish(tier: Tier, record: bytes, *, attempt: str, overwrite: bool) -> None
 def _settle(tier: Tier, record: bytes, error: OSError) -> None:
     """After an unclear answer: return if ``record`` is there and durable, raise otherwise."""
     try:
-        ours = tier.read(METADATA) == record
-        if ours:
+        # After an I/O error a second sync may succeed although the first one lost the data.
+        if error.errno != errno.EIO and tier.read(METADATA) == record:
             tier.sync()
             return
     except FileNotFoundError:

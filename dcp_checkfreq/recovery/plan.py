@@ -16,6 +16,7 @@ class StepRecord:
     name: str  # of the folder
     step: int
     problem: str | None  # why it is not whole; None: whole
+    published: bool = True  # whether there is a ``.metadata``, whatever is in it
     attempt: str = ""
     world_size: int = 0
     run_id: str = ""  # empty: stock DCP wrote it, or a writer without a Checkpointer

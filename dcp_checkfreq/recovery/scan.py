@@ -8,7 +8,7 @@ from typing import Literal
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_checkfreq.errors import BrokenShard, LoadFailed
+from dcp_checkfreq.errors import LoadFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Record, digest_starts
@@ -32,12 +32,26 @@ def scan(root: Tier) -> list[StepRecord]:
 
     Whole means here: ``.metadata`` is readable and every file that it names has its exact size
     (stock checkpoints: is long enough for what is in it). No payload is read.
+
+    Raises:
+        OSError: the storage failed, and no whole step was found.
     """
-    records = []
+    records: list[StepRecord] = []
+    unreadable: list[OSError] = []
     for entry in root.list():
         step = names.parse_step(entry.name)
-        if step is not None and entry.is_folder:
+        if step is None or not entry.is_folder:
+            continue
+        try:
             records.append(_examine(root.child(entry.name), entry.name, step))
+        except OSError as error:
+            unreadable.append(error)
+            problem = f"not readable: {error}"
+            records.append(StepRecord(name=entry.name, step=step, problem=problem))
+    # A bad sector in one step must not hide the others, but a storage that answers nothing but
+    # errors must not look like a root without checkpoints.
+    if unreadable and all(record.problem for record in records):
+        raise unreadable[0]
     return records
 
 
@@ -66,7 +80,8 @@ def _examine(folder: Tier, name: str, step: int) -> StepRecord:
         metadata, record = _read(folder)
         problem = _wrong_size(folder.list(), metadata, record)
     except FileNotFoundError:
-        return StepRecord(name=name, step=step, problem="not published: there is no .metadata")
+        reason = "not published: there is no .metadata"
+        return StepRecord(name=name, step=step, problem=reason, published=False)
     except LoadFailed as error:
         return StepRecord(name=name, step=step, problem=error.why)
     if record is None:
@@ -129,8 +144,8 @@ def check_digests(folder: Tier, *, threads: int = 2) -> str | None:
             fetcher.close()
     except FileNotFoundError:
         return "there is no .metadata"
-    except BrokenShard as error:
-        return error.why
     except LoadFailed as error:
         return error.why
+    except OSError as error:
+        return f"not readable: {error}"
     return None

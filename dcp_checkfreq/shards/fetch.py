@@ -6,10 +6,12 @@ from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
+from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import BrokenShard
 from dcp_checkfreq.format.digest import first_bad_block
 from dcp_checkfreq.shards.read_plan import Want, Window, windows
 from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, borrowed, huge_buffer
+from dcp_checkfreq.storage.late import look_again
 from dcp_checkfreq.storage.tier import RangeReader, Tier
 
 # Reading over a gap costs less than another request; the envelopes between payloads are gaps.
@@ -33,8 +35,11 @@ class Fetcher:
         threads: reads at once.
     """
 
-    def __init__(self, tier: Tier, sizes: Mapping[str, int], threads: int) -> None:
+    def __init__(
+        self, tier: Tier, sizes: Mapping[str, int], threads: int, clock: Clock | None = None
+    ) -> None:
         self._tier = tier
+        self._clock = clock or SystemClock()
         self._sizes = sizes
         self._threads = threads
         self._open: dict[str, RangeReader] = {}
@@ -73,9 +78,12 @@ class Fetcher:
         reader = self._open.get(file)
         if reader is None:
             try:
-                reader = self._open[file] = self._tier.open(file)
+                reader = look_again(self._tier, lambda: self._tier.open(file), self._clock)
+                self._open[file] = reader
             except FileNotFoundError as error:
                 raise BrokenShard(self._tier.location, f"{file} is missing") from error
+            except OSError as error:
+                raise BrokenShard(self._tier.location, f"{file}: {error}") from error
             expected = self._sizes.get(file, reader.size_bytes)
             if reader.size_bytes != expected:
                 raise BrokenShard(
@@ -94,7 +102,7 @@ class Fetcher:
             memory = bounce if size <= len(bounce) else huge_buffer(size)
             try:
                 reader.read_into(window.start, memory[:size])
-            except EOFError as error:
+            except (EOFError, OSError) as error:
                 raise BrokenShard(self._tier.location, f"{window.file}: {error}") from error
             for want in window.wants:
                 begin = want.payload_offset + want.start - window.start

@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import SnapshotFailed, UnsupportedState
+from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.shards.assign import PAGE_ALIGNED_FROM_BYTES, PAGE_BYTES, SMALL_ALIGN_BYTES
 from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, same_memory
 from dcp_checkfreq.snapshot.copies import copy_tensors
@@ -101,11 +102,13 @@ class Stager:
             UnsupportedState: a tensor that could not be written, or loaded again.
             SnapshotFailed: no buffer, or a value that cannot be copied.
         """
-        survey = _Survey()
-        survey.visit(state_dict, "")
+        with collector_held():
+            survey = _Survey()
+            survey.visit(state_dict, "")
         lease = self._pool.lease(survey.size_bytes)
         try:
-            staged = _Staged(self._copy(state_dict, survey, lease.memory))
+            with collector_held():
+                staged = _Staged(self._copy(state_dict, survey, lease.memory))
         except (TypeError, RecursionError, copy.Error) as error:
             lease.release()
             raise SnapshotFailed(f"a value of the state cannot be copied: {error}") from error
@@ -137,9 +140,10 @@ class Stager:
 
     def release(self) -> None:
         """Say that the snapshot's bytes are on storage, or given up. May be called twice."""
-        if self._lease is not None:
-            self._lease.release()
-            self._lease = None
+        # Taken out first: once it is released, `stage` in another thread may set the next one.
+        lease, self._lease = self._lease, None
+        if lease is not None:
+            lease.release()
 
 
 def _place(memory: torch.Tensor, item: _Copy) -> torch.Tensor:

@@ -29,7 +29,9 @@ def huge_buffer(size_bytes: int) -> memoryview:
 
     Touches no page: the memory is taken when it is first written. Freed with the last view.
     """
-    whole = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES)
+    # Private: shared anonymous memory (the default) gets no huge pages on most machines.
+    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+    whole = mmap.mmap(-1, size_bytes + HUGE_PAGE_BYTES, flags=flags)
     with suppress(OSError):  # a kernel without transparent huge pages: slower, still right
         whole.madvise(getattr(mmap, "MADV_HUGEPAGE", _MADV_HUGEPAGE))
     view = memoryview(whole)

@@ -63,10 +63,16 @@ class LocalTier:
                 break
             path = parent
         for folder in reversed(missing):
-            with contextlib.suppress(FileExistsError):
+            try:
                 os.mkdir(folder)
-            # Also when another rank made it: our files are not safe before its name is.
+            except FileExistsError:
+                if not os.path.isdir(folder):
+                    raise
             _sync_folder(os.path.dirname(folder))
+        if not missing:
+            # Whoever made it may have died, or not come yet, to syncing its name; another rank's
+            # files are no safer than ours.
+            _sync_folder(os.path.dirname(self._path))
 
     def list(self) -> list[Entry]:
         """Return what is in the folder; names whose target is gone are left out."""

@@ -35,6 +35,10 @@ class ManualClock:
             self._wall_s += seconds_s
             self._monotonic_s += seconds_s
 
+    def sleep(self, seconds_s: float) -> None:
+        """Let the time pass without waiting for it."""
+        self.advance(seconds_s)
+
     def set_wall(self, wall_s: float) -> None:
         """Make the wall clock jump, forward or back, as when an operator or NTP sets it."""
         with self._lock:
