@@ -62,9 +62,8 @@ def test_a_renewed_lease_names_its_run_host_and_process():
     root, clock = files()
     LeaseFile(root, "mine", clock).renew()
     said = json.loads(root.files()[f"{RUN_FOLDER}/{LEASE}"])
-    assert said == {
-        "run_id": "mine", "host": socket.gethostname(), "pid": os.getpid(), "renewed_s": NOW_S,
-    }  # fmt: skip
+    holder = {"run_id": "mine", "host": socket.gethostname(), "pid": os.getpid()}
+    assert said.items() >= (holder | {"renewed_s": NOW_S}).items()
     assert list(root.files()) == [f"{RUN_FOLDER}/{LEASE}"]
 
 

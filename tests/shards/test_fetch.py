@@ -148,7 +148,7 @@ def test_an_error_of_the_storage_is_not_lost_in_a_thread(threads):
     payload = bytes(3 * BOUNCE_BYTES)
     tier = Failing(MemoryTier.holding({"a": payload}))
     wants = [Want(0, "a", 0, 0, len(payload), 0)]
-    with pytest.raises(OSError, match="the disk says no"):
+    with pytest.raises(BrokenShard, match="the disk says no"):
         fetch(tier, {}, wants, [payload], threads=threads, check=False)
 
 
