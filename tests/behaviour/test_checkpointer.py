@@ -295,7 +295,7 @@ def test_too_many_failures_in_a_row_are_raised_whatever_on_error_says():
     with Checkpointer(tier, counter(), every=1, max_failures=3) as ckpt:
         with pytest.raises(TooManyFailures, match="last 3 saves failed; last published step: 1"):
             step_until_it_raises(ckpt)
-        assert ckpt.step == 4, "the save of step 5 finds three failures before it"
+        assert ckpt.step in (4, 5), "told by the next call, or by the next save at the latest"
         assert ckpt.last_saved_step == 1
 
 
@@ -743,3 +743,16 @@ def test_all_kinds_of_parts_round_trip(tmp_path):
     for ours, theirs in zip(second["model"].parameters(), first["model"].parameters(), strict=True):
         assert torch.equal(ours, theirs)
     assert second["sched"].get_last_lr() == first["sched"].get_last_lr()
+
+
+def test_small_states_make_small_files(tmp_path):
+    parts = {
+        "model": nn.Linear(1000, 1000),
+        "rng": PerRank(torch.get_rng_state()),
+        "counters": {"seen": torch.arange(10), "step": torch.tensor(3)},
+        "few": torch.ones(3),
+    }
+    with Checkpointer(tmp_path, parts, every=1) as ckpt:
+        ckpt.after_step()
+    (shard,) = tmp_path.rglob("*.distcp")
+    assert shard.stat().st_size < 4_004_000 + 50_000

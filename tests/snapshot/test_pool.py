@@ -2,6 +2,7 @@
 
 import contextlib
 import threading
+import types
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -325,3 +326,29 @@ def test_a_view_takes_room_for_itself_in_memory_and_on_disk(tmp_path):
     dcp.async_save({"v": big[5:15]}, storage_writer=CheckFreqWriter(tmp_path)).result(60)
     assert PROCESS_POOL.held_bytes <= max(before, 2 * MIB)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) < 20_000
+
+
+HOLDERS = {
+    "tuple": lambda t: (t,),
+    "tuple in a list": lambda t: [(1, t)],
+    "dict in a tuple": lambda t: ({"a": [t]},),
+    "object": lambda t: types.SimpleNamespace(t=t),
+    "dict and tuple": lambda t: {"a": t, "b": (t,)},
+}
+
+
+@pytest.mark.parametrize("hold", HOLDERS.values(), ids=HOLDERS.keys())
+@pytest.mark.parametrize("planner", [lambda: None, CheckFreqSavePlanner], ids=["default", "ours"])
+def test_a_tensor_in_a_byte_item_takes_room_for_itself(tmp_path, hold, planner):
+    state = {"big": torch.randn(1 << 20), "held": hold(torch.arange(10_000.0)[3:7])}
+    dcp.async_save(state, storage_writer=CheckFreqWriter(tmp_path), planner=planner()).result(60)
+    (shard,) = tmp_path.glob("*.distcp")
+    assert shard.stat().st_size < (4 << 20) + 64_000
+    reader = CheckFreqReader(tmp_path, allow_pickle=True)
+    target = {
+        "held": {"a": torch.zeros(4), "b": None} if hold is HOLDERS["dict and tuple"] else None
+    }
+    if isinstance(state["held"], list):
+        target = {"held": [None]}
+    dcp.load(target, storage_reader=reader)
+    assert "3., 4., 5., 6." in str(target["held"])
