@@ -129,8 +129,6 @@ HARMLESS = {
     "numpy state": np.random.RandomState(3).get_state(),
     "ordered": collections.OrderedDict(a=1, b=2),
     "counter": collections.Counter({3: 1}),
-    "deque": collections.deque([1, 2], maxlen=5),
-    "default": collections.defaultdict(list, {"a": [1]}),
     "size": torch.Size([2, 3]),
     "dtype": torch.bfloat16,
     "device": torch.device("cpu"),
@@ -159,6 +157,20 @@ def test_what_optimizers_and_samplers_hold_loads_without_pickle(tmp_path, write,
         assert str(got) == str(wanted)
     else:
         assert got == wanted
+
+
+@writers
+@both_planners
+@pytest.mark.parametrize(
+    "value",
+    [collections.deque([1, 2], maxlen=5), collections.defaultdict(list, {"a": [1]})],
+    ids=["deque", "defaultdict"],
+)
+def test_what_torch_cannot_fill_without_pickle_is_refused_by_name(tmp_path, write, planner, value):
+    write({"v": value}, tmp_path)
+    target = {"v": None}
+    with fails_with(UnsafePickle, "'v'"):
+        dcp.load(target, storage_reader=CheckFreqReader(tmp_path), planner=planner())
 
 
 def test_the_file_position_of_a_checked_item_is_at_its_start_for_the_planner(tmp_path):

@@ -1,5 +1,6 @@
 """The jobs of the distributed tests. Run by `launch.start`; each job is called on all ranks."""
 
+import concurrent.futures
 import contextlib
 import datetime
 import errno
@@ -343,6 +344,12 @@ def errors_come_at_the_same_step(shared):
     ckpt = Checkpointer(gate, own, every=4, on_error="raise")
     ckpt.step = 3
     ckpt.after_step()
+    if rank == 1:
+        gate.wait_until_held()
+        store.set("rank 1 is held", "yes")
+    store.wait(["rank 1 is held"])
+    if rank == 0:
+        concurrent.futures.wait([ckpt._in_flight], 20)
     raised_at = None
     for _ in range(8):
         if rank == 1 and ckpt.step == 6:
