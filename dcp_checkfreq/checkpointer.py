@@ -382,6 +382,13 @@ class Checkpointer:
             if not isinstance(cause, PublishUnknown):
                 writer.abandon()
             raise cause from error
+        except RuntimeError as error:  # of the collectives
+            if self._agree.rank == 0:
+                writer.abandon()  # no one but this writer could have published it, and it did not
+            raise SaveFailed(
+                writer.checkpoint_id,
+                f"another rank did not answer; its own log says why ({error})",
+            ) from error
         finally:
             writer.close()
         if self._agree.rank == 0:

@@ -187,6 +187,13 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self.plan = self._kept.plan
         return self.plan
 
+    def lookup_object(self, index: MetadataIndex) -> Any:
+        """Return the tensor or value that a write item stands for."""
+        value = self.state_dict[index.fqn]
+        if type(value) is torch.Tensor:
+            return value  # in one piece; DCP's look-up comes to the same, in ten times the time
+        return super().lookup_object(index)
+
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return the bytes of a byte item, which were made for the plan, or the tensor."""
         if write_item.type is WriteItemType.BYTE_IO:

@@ -210,7 +210,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
                 files=files,
                 columns=columns,
             )
-            content = metadata_format.dump(metadata, record)
+            with collector_held():
+                content = metadata_format.dump(metadata, record)
             replaced = _files_named_in(self._tier) if self._overwrite else set()
             publish(self._tier, content, attempt=self._attempt, overwrite=self._overwrite)
         except PublishUnknown:

@@ -79,7 +79,7 @@ def tensor_item(tensor: torch.Tensor, key: str, envelopes: Envelopes) -> Item:
     return Item(tensor, envelope, size, block_bytes(size))
 
 
-def same_memory(tensor: torch.Tensor) -> tuple[object, ...]:
+def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
     """Return a value that two tensors share only if they are the same elements of memory."""
     return (
         tensor.data_ptr(),
@@ -93,13 +93,14 @@ def same_memory(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor as plain C-ordered CPU memory, copied only where it is not that already."""
+    """Return the tensor as plain C-ordered CPU memory: itself, or a copy if it is not that."""
+    lazy = tensor.is_conj() or tensor.is_neg()
+    if tensor.is_cpu and not lazy and tensor.is_contiguous():
+        return tensor
     plain = tensor.detach()
-    if plain.is_conj() or plain.is_neg():
+    if lazy:
         plain = plain.resolve_conj().resolve_neg()
-    if not plain.is_cpu:
-        plain = plain.cpu()
-    return plain.contiguous()
+    return plain.cpu().contiguous()
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:

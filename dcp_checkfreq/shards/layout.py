@@ -6,12 +6,13 @@ import io
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
 from dcp_checkfreq.format.envelope import Envelopes
 from dcp_checkfreq.shards.assign import Placement, assign_files, place
-from dcp_checkfreq.shards.codec import Item, byte_item, same_memory, tensor_item
+from dcp_checkfreq.shards.codec import Item, byte_item, memory_of, tensor_item
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +39,7 @@ def resolve(plan: SavePlan, planner: SavePlanner, envelopes: Envelopes) -> list[
         UnsupportedState: an item cannot be written or loaded again.
     """
     items: list[Item] = []
-    seen: dict[tuple[object, ...], int] = {}
+    at_address: dict[int, int] = {}
     for write_item in plan.items:
         data = planner.resolve_data(write_item)
         if isinstance(data, io.BytesIO):
@@ -46,12 +47,15 @@ def resolve(plan: SavePlan, planner: SavePlanner, envelopes: Envelopes) -> list[
             continue
         item = tensor_item(data, write_item.index.fqn, envelopes)
         if item.payload_bytes:
-            identity = same_memory(data)
-            item.same_as = seen.setdefault(identity, len(items))
-            if item.same_as == len(items):
-                item.same_as = None
+            first = at_address.setdefault(data.data_ptr(), len(items))
+            if first < len(items) and _is_same(items[first].source, data):
+                item.same_as = first
         items.append(item)
     return items
+
+
+def _is_same(one: torch.Tensor | memoryview, other: torch.Tensor) -> bool:
+    return isinstance(one, torch.Tensor) and memory_of(one) == memory_of(other)
 
 
 def lay_out(items: Sequence[Item], max_files: int) -> list[Placement]:

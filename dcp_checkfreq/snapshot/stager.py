@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from dcp_checkfreq.errors import SnapshotFailed, UnsupportedState
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.shards.assign import PAGE_ALIGNED_FROM_BYTES, PAGE_BYTES, SMALL_ALIGN_BYTES
-from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, same_memory
+from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, memory_of
 from dcp_checkfreq.snapshot.copies import copy_tensors
 from dcp_checkfreq.snapshot.pool import PROCESS_POOL, HostPool, Lease
 
@@ -68,7 +68,7 @@ class _Survey:
         local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
         local = local.detach()
         check_storable(local, path)
-        identity = same_memory(local) if local.nbytes else (id(tensor),)
+        identity = memory_of(local) if local.nbytes else (id(tensor),)
         position = self._known.get(identity)
         if position is None:
             position = self._known[identity] = len(self.copies)

@@ -121,6 +121,13 @@ class _DirectWriter:
 
     def add(self, piece: memoryview) -> None:
         size = len(piece)
+        used = self._used
+        if size < _IN_PLACE_FROM_BYTES and used + size < BOUNCE_BYTES:
+            # By far the most frequent case, and the same as `_gather` makes of it.
+            self._bounce[used : used + size] = piece
+            self._used = used + size
+            self._gathered += size
+            return
         if size >= _IN_PLACE_FROM_BYTES and not piece.readonly:
             in_place = self._aligned_part(piece, size)
             if in_place:
