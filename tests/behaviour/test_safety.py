@@ -167,7 +167,7 @@ def test_what_optimizers_and_samplers_hold_loads_without_pickle(tmp_path, write,
     ids=["deque", "defaultdict"],
 )
 def test_what_torch_cannot_fill_without_pickle_is_refused_by_name(tmp_path, write, planner, value):
-    write({"v": value}, tmp_path)
+    write({"v": (value,)}, tmp_path)
     target = {"v": None}
     with fails_with(UnsafePickle, "'v'"):
         dcp.load(target, storage_reader=CheckFreqReader(tmp_path), planner=planner())

@@ -178,6 +178,15 @@ def test_a_rank_killed_while_writing_is_an_error_on_the_others_and_nothing_is_pu
     assert find_latest_valid(shared / "killed") is None
 
 
+def test_checkpointer_that_loses_a_rank_raises_and_keeps_the_step_before(shared):
+    answers = start(3, shared, ["checkpointer_loses_a_rank"], expect_death=[1], timeout_s=90)
+    ended = answers["checkpointer_loses_a_rank"]
+    for error, newest in values([ended[0], ended[2]]):
+        assert error[0] == "SaveFailed", error
+        assert "another rank did not answer" in error[1]
+        assert newest == 1
+
+
 def test_an_error_ends_the_loop_of_all_ranks_at_the_same_step(shared):
     answers = start(2, shared, ["errors_come_at_the_same_step"], timeout_s=90)
     steps = values(answers["errors_come_at_the_same_step"])

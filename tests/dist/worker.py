@@ -36,6 +36,7 @@ from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier, GatedTier
 
 JOBS = {}
+DEADLY = {"one_rank_is_killed", "checkpointer_loses_a_rank"}  # collectives fail after these
 
 
 def job(function):
@@ -329,6 +330,25 @@ def one_rank_is_killed(shared):
     state = {f"w{rank}": torch.ones(10)}
     error = caught(lambda: dcp.save(state, storage_writer=CheckFreqWriter(tier)))
     return [error, os.path.exists(shared / "killed" / "step_1" / ".metadata")]
+
+
+@job
+def checkpointer_loses_a_rank(shared):
+    """Rank 1 dies in the second save. The others hear of it and publish nothing."""
+    rank = dist.get_rank()
+    root = LocalTier(shared / "loses")
+    tier = root
+    own = {"part": PerRank(torch.ones(20_000))}
+    with contextlib.suppress(Exception):
+        ckpt = Checkpointer(root, own, every=1, on_error="raise", timeout_s=20)
+        ckpt.restore()
+        ckpt.after_step()
+        ckpt.wait()
+        ckpt._root = DiesWhileWriting(root) if rank == 1 else tier
+        ckpt.after_step()
+        error = caught(ckpt.wait)
+    found = find_latest_valid(root, no_dist=True, depth="digest")
+    return [error, found.step]
 
 
 @job
@@ -687,9 +707,9 @@ def main():
                 "trace": traceback.format_exc(),
             }
         (run / f"{dist.get_rank()}.json").write_text(json.dumps(said))
-        if name != "one_rank_is_killed":
+        if name not in DEADLY:
             dist.barrier()
-    if "one_rank_is_killed" not in names:
+    if DEADLY.isdisjoint(names):
         dist.destroy_process_group()
     sys.stdout.flush()
     os._exit(0)
