@@ -360,7 +360,7 @@ def errors_come_at_the_same_step(shared):
     tier = FaultyTier(inner, [refuses("write_shard")] if rank == 0 else [])
     # Rank 1 learns of the failure late: it is held while it removes its files.
     gate = GatedTier(tier, verbs=["delete"] if rank == 1 else [])
-    own = {"big": torch.ones(8), "part": PerRank(torch.ones(20_000) * rank)}
+    own = {"part": PerRank(torch.ones(20_000) * rank)}
     ckpt = Checkpointer(gate, own, every=4, on_error="raise")
     ckpt.step = 3
     ckpt.after_step()
@@ -382,7 +382,7 @@ def errors_come_at_the_same_step(shared):
         if ckpt.step <= 6:
             # Training goes on in step, but with no collective that could hang this test.
             store.set(f"{ckpt.step}/{rank}", "done")
-            with contextlib.suppress(dist.DistStoreError):
+            with contextlib.suppress(RuntimeError):
                 store.wait([f"{ckpt.step}/{1 - rank}"], datetime.timedelta(seconds=3))
     gate.release()
     with contextlib.suppress(Exception):
