@@ -37,8 +37,8 @@ from dcp_checkfreq.policy.retention import Retention, select_expired
 from dcp_checkfreq.reader import CheckFreqReader
 from dcp_checkfreq.recovery.clean import clean_root, delete_step
 from dcp_checkfreq.recovery.lease import LeaseFile
-from dcp_checkfreq.recovery.plan import StepRecord, abandoned_by
-from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole, scan
+from dcp_checkfreq.recovery.plan import StepRecord, abandoned_by, rank
+from dcp_checkfreq.recovery.scan import Depth, check_digests, examine, newest_whole, scan
 from dcp_checkfreq.storage.late import look_again
 from dcp_checkfreq.storage.open import Location, open_tier
 from dcp_checkfreq.writer import CheckFreqWriter
@@ -62,6 +62,7 @@ class _Choice:
     record: StepRecord | None
     abandons: dict[str, int]
     passed_over: tuple[str, ...]
+    kept: dict[int, str]  # whole steps of the history that goes on, with their folders
 
 
 class Checkpointer:
@@ -132,6 +133,7 @@ class Checkpointer:
         run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])
         self._lineage: Lineage | None = None  # known once it is clear what this run goes on from
         self._run_id = run_id
+        self._kept: dict[int, str] = {}  # on rank 0: what retention looks after
         self._lease = LeaseFile(self._root, run_id, self._clock)
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkfreq-save")
         self._in_flight: Future[None] | None = None
@@ -197,7 +199,7 @@ class Checkpointer:
             choice = self._agree.decide(lambda: self._choose(step, depth, fresh_start, broken))
             record = choice.record
             if record is None:
-                self._go_on_from(None, choice.abandons)
+                self._go_on_from(choice)
                 return None
             try:
                 self._load(record.name)
@@ -208,7 +210,7 @@ class Checkpointer:
                 _log.warning("%s; trying the next older checkpoint", cause)
                 broken[record.name] = cause.why
                 continue
-            self._go_on_from(record, choice.abandons)
+            self._go_on_from(choice)
             seconds = self._clock.monotonic_s() - started_s
             path = os.path.join(self._root.location, record.name)
             if self._agree.rank == 0:
@@ -229,7 +231,7 @@ class Checkpointer:
                 self._root.location, holder.run_id, holder.host, holder.pid,
             )  # fmt: skip
         if fresh_start:
-            return _Choice(None, abandoned_by(None, scan(self._root)), ())
+            return _Choice(None, abandoned_by(None, scan(self._root)), (), {})
         if step is not None:
             return self._choose_step(step, depth)
         _, ranking, records = newest_whole(self._root, depth)
@@ -253,7 +255,8 @@ class Checkpointer:
                 f"none of its checkpoints is whole ({'; '.join(passed_over)}). Pass "
                 "fresh_start=True to start from nothing",
             )
-        return _Choice(newest, abandoned_by(newest, records), passed_over)
+        kept = {record.step: record.name for record in usable}
+        return _Choice(newest, abandoned_by(newest, records), passed_over, kept)
 
     def _choose_step(self, step: int, depth: Depth) -> _Choice:
         records = scan(self._root)
@@ -269,7 +272,9 @@ class Checkpointer:
             raise StepNotFound(
                 self._root.location, f"step {step}: {problem}; whole steps are {others}"
             )
-        return _Choice(whole[0], abandoned_by(whole[0], records), ())
+        older = [record for record in records if record.step <= step]
+        kept = {record.step: record.name for record in rank(older).candidates}
+        return _Choice(whole[0], abandoned_by(whole[0], records), (), kept)
 
     def _load(self, name: str) -> None:
         folder = self._root.child(name)
@@ -287,13 +292,13 @@ class Checkpointer:
         )
         self._state.restore(target)
 
-    def _go_on_from(self, record: StepRecord | None, abandons: dict[str, int]) -> None:
-        self.step = 0 if record is None else record.step
-        self.last_saved_step = None if record is None else record.step
+    def _go_on_from(self, choice: _Choice) -> None:
+        parent_step = None if choice.record is None else choice.record.step
+        self.step = parent_step or 0
+        self.last_saved_step = parent_step
+        self._kept = choice.kept
         self._lineage = Lineage(
-            run_id=self._run_id,
-            parent_step=None if record is None else record.step,
-            abandons=abandons,
+            run_id=self._run_id, parent_step=parent_step, abandons=choice.abandons
         )
 
     # --- saving ---
@@ -326,9 +331,7 @@ class Checkpointer:
             raise SaveFailed(self._root.location, "this Checkpointer is closed")
         if self._lineage is None:
             self._agree.decide(self._refuse_foreign_steps)
-            self._go_on_from_here()
-        if self._agree.rank == 0:
-            self._lease.renew()
+            self._lineage = Lineage(run_id=self._run_id)
         step = self.step
         folder = self._root.child(names.step_folder(step))
         writer = CheckFreqWriter(
@@ -343,11 +346,6 @@ class Checkpointer:
         if wait:
             self._finish_in_flight(must_raise=True)
 
-    def _go_on_from_here(self) -> None:
-        step = self.step
-        self._go_on_from(None, {})
-        self.step = step
-
     def _refuse_foreign_steps(self) -> None:
         whole = sorted(record.step for record in scan(self._root) if record.problem is None)
         if whole:
@@ -360,15 +358,28 @@ class Checkpointer:
     def _is_replaceable(self, step: int) -> bool:
         """On rank 0: whether a checkpoint is in the way that is damaged or was left behind."""
         assert self._lineage is not None
-        for record in scan(self._root):
-            if record.name == names.step_folder(step):
-                first = self._lineage.abandons.get(record.run_id)
-                left_behind = first is not None and step >= first
-                return record.published and (left_behind or record.problem is not None)
-        return False
+        name = names.step_folder(step)
+        record = examine(self._root.child(name), name, step)
+        first = self._lineage.abandons.get(record.run_id)
+        left_behind = first is not None and step >= first
+        return record.published and (left_behind or record.problem is not None)
 
     def _write(self, writer: CheckFreqWriter, staged: dict[str, Any], step: int) -> None:
         """In the background thread: write, publish, and on rank 0 let old checkpoints go."""
+        try:
+            self._write_and_publish(writer, staged)
+        except BaseException as error:
+            # Now, not only when the loop comes to ask: it may never come.
+            _log.error("step %d was not saved: %s", step, error)
+            raise
+        finally:
+            writer.close()
+        if self._agree.rank == 0:
+            self._let_old_steps_go(step)
+
+    def _write_and_publish(self, writer: CheckFreqWriter, staged: dict[str, Any]) -> None:
+        if self._agree.rank == 0:
+            self._lease.renew()
         try:
             dcp_save(
                 staged,
@@ -389,20 +400,14 @@ class Checkpointer:
                 writer.checkpoint_id,
                 f"another rank did not answer; its own log says why ({error})",
             ) from error
-        finally:
-            writer.close()
-        if self._agree.rank == 0:
-            self._after_publish()
 
-    def _after_publish(self) -> None:
-        """Renew the lease and delete what the retention rule lets go; never fails a good save."""
-        assert self._lineage is not None
+    def _let_old_steps_go(self, published: int) -> None:
+        """Delete what the retention rule lets go; never fails a save that is published."""
+        self._kept[published] = names.step_folder(published)
         try:
-            self._lease.renew()
-            _, ranking, _ = newest_whole(self._root, "size")
-            by_step = {record.step: record.name for record in ranking.candidates}
-            for step in select_expired(by_step, self._rule):
-                delete_step(self._root, by_step[step])
+            for step in select_expired(self._kept, self._rule):
+                delete_step(self._root, self._kept[step])
+                del self._kept[step]
         except OSError as error:
             _log.warning("%s: old checkpoints stay for now: %s", self._root.location, error)
 
@@ -415,13 +420,11 @@ class Checkpointer:
         if future is None:
             return
         error = future.exception()
-        step = self._in_flight_step
         if error is None:
-            self.last_saved_step = step
+            self.last_saved_step = self._in_flight_step
             self.failures_in_a_row = 0
             return
         self.failures_in_a_row += 1
-        _log.error("step %d was not saved: %s", step, error)
         if self._raise_errors or must_raise:
             raise error
         if self.failures_in_a_row >= self._max_failures:

@@ -43,7 +43,7 @@ def scan(root: Tier) -> list[StepRecord]:
         if step is None or not entry.is_folder:
             continue
         try:
-            records.append(_examine(root.child(entry.name), entry.name, step))
+            records.append(examine(root.child(entry.name), entry.name, step))
         except OSError as error:
             unreadable.append(error)
             problem = f"not readable: {error}"
@@ -75,7 +75,8 @@ def newest_whole(root: Tier, depth: Depth) -> tuple[StepRecord | None, Ranking, 
     return None, Ranking((), (*failed, *ranking.rejected)), records
 
 
-def _examine(folder: Tier, name: str, step: int) -> StepRecord:
+def examine(folder: Tier, name: str, step: int) -> StepRecord:
+    """Return the record of one step folder, as `scan` does. A missing folder is not published."""
     try:
         metadata, record = _read(folder)
         problem = _wrong_size(folder.list(), metadata, record)
