@@ -187,6 +187,14 @@ def test_checkpointer_that_loses_a_rank_raises_and_keeps_the_step_before(shared)
         assert newest == 1
 
 
+def test_a_rank_that_cannot_copy_its_state_fails_the_save_on_all_and_the_next_works(shared):
+    answers = start(2, shared, ["one_rank_cannot_copy_its_state"], timeout_s=90)
+    for first, second, newest in values(answers["one_rank_cannot_copy_its_state"]):
+        assert first[0] == "SnapshotFailed"
+        assert second is None
+        assert newest == 2
+
+
 def test_an_error_ends_the_loop_of_all_ranks_at_the_same_step(shared):
     answers = start(2, shared, ["errors_come_at_the_same_step"], timeout_s=90)
     steps = values(answers["errors_come_at_the_same_step"])

@@ -8,6 +8,7 @@ import json
 import os
 import signal
 import sys
+import threading
 import traceback
 import warnings
 from pathlib import Path
@@ -349,6 +350,21 @@ def checkpointer_loses_a_rank(shared):
         error = caught(ckpt.wait)
     found = find_latest_valid(root, no_dist=True, depth="digest")
     return [error, found.step]
+
+
+@job
+def one_rank_cannot_copy_its_state(shared):
+    """All ranks hear of it at that save, and their next saves still belong together."""
+    rank = dist.get_rank()
+    part = PerRank(threading.Lock() if rank == 1 else 0)
+    ckpt = Checkpointer(shared / "no_copy", {"part": part}, every=1, timeout_s=10)
+    ckpt.step = 1
+    first = caught(lambda: ckpt.save(wait=True))
+    part.value, ckpt.step = 100 + rank, 2
+    second = caught(lambda: ckpt.save(wait=True))
+    caught(ckpt.close)
+    found = find_latest_valid(shared / "no_copy", no_dist=True, depth="digest")
+    return [first, second, found and found.step]
 
 
 @job
