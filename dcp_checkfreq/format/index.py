@@ -111,7 +111,7 @@ def decode(data: object) -> Record:
     if not isinstance(data, dict):
         raise RecordError(f"the record is a {type(data).__name__}, not a dict")
     version = data.get("format")
-    if not isinstance(version, int) or version < 1:
+    if type(version) is not int or version < 1:
         raise RecordError(f"the record has format version {version!r}")
     if version > FORMAT_VERSION:
         raise RecordTooNew(

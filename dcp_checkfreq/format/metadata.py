@@ -90,6 +90,11 @@ for _name in (
     _ADMITTED["torch.distributed.checkpoint.metadata", _name] = getattr(dcp_metadata, _name)
 
 
+def _can_be_marked(thing: Any) -> bool:
+    """Tell whether attributes of a class or function can be set at all."""
+    return not isinstance(thing, type) or bool(thing.__flags__ & (1 << 9))  # Py_TPFLAGS_HEAPTYPE
+
+
 class _ClosedUnpickler(pickle.Unpickler):
     def find_class(self, module: str, name: str) -> Any:
         admitted = _ADMITTED.get((module, name))
@@ -129,6 +134,7 @@ def load(data: bytes, where: str) -> tuple[Metadata, Record | None]:
     metadata = _unpickle(body, where)
     if not isinstance(metadata, Metadata):
         raise BrokenMetadata(where, f"holds a {type(metadata).__name__}, not DCP metadata")
+    _check_names(metadata, where)
     raw = metadata.__dict__.get(ATTRIBUTE)
     if raw is None:
         if sealed:
@@ -148,6 +154,17 @@ def load(data: bytes, where: str) -> tuple[Metadata, Record | None]:
     return metadata, record
 
 
+def _check_names(metadata: Metadata, where: str) -> None:
+    """Refuse entries that would be read, or deleted, outside of the checkpoint's folder."""
+    try:
+        files = {info.relative_path for info in (metadata.storage_data or {}).values()}
+        odd = [file for file in files if file in ("", ".", "..") or "/" in file or "\0" in file]
+    except (AttributeError, TypeError) as error:
+        raise BrokenMetadata(where, f"its entries name no files: {error}") from error
+    if odd:
+        raise BrokenMetadata(where, f"an item is in {min(odd)!r}, which is no plain file name")
+
+
 def _unseal(data: bytes, where: str) -> tuple[bytes, bool]:
     start = len(data) - TRAILER_BYTES
     if start < 0 or data[start : start + len(MAGIC)] != MAGIC:
@@ -158,8 +175,32 @@ def _unseal(data: bytes, where: str) -> tuple[bytes, bool]:
     return body, True
 
 
+# Pickle can set attributes not only of the objects that it makes but of the classes themselves.
+_SHARED = [
+    thing for thing in {id(t): t for t in _ADMITTED.values()}.values() if _can_be_marked(thing)
+]
+
+
 def _unpickle(body: bytes, where: str) -> Any:
+    before = [dict(vars(thing)) for thing in _SHARED]
     try:
-        return _ClosedUnpickler(io.BytesIO(body)).load()
+        loaded = _ClosedUnpickler(io.BytesIO(body)).load()
     except _UNPICKLING_ERRORS as error:
         raise BrokenMetadata(where, f"not readable as DCP metadata: {error}") from error
+    finally:
+        marked = [_restore(thing, was) for thing, was in zip(_SHARED, before, strict=True)]
+    if any(marked):
+        raise BrokenMetadata(where, "it changes classes of this process")
+    return loaded
+
+
+def _restore(thing: Any, was: dict[str, Any]) -> bool:
+    """Undo what was set on a class or function; tell whether anything was."""
+    now = dict(vars(thing))
+    changed = [name for name in now if now[name] is not was.get(name)]
+    for name in changed:
+        if name in was:
+            setattr(thing, name, was[name])
+        else:
+            delattr(thing, name)
+    return bool(changed)

@@ -6,6 +6,7 @@ import _codecs
 import datetime
 import io
 import pickle
+import struct
 import threading
 from functools import cache
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
-from dcp_checkfreq.errors import UnsafePickle
+from dcp_checkfreq.errors import LoadFailed, UnsafePickle
 
 # `safe_globals` swaps a process-wide list; two of them at once would restore each other's.
 _lock = threading.Lock()
@@ -61,5 +62,13 @@ def load_object(stream: io.BytesIO, key: str, where: str, *, allow_pickle: bool)
         with _lock, safe_globals(list(_harmless())):
             return torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
-        reason = str(error).split("WeightsUnpickler error:")[-1].strip().split("\n")[0]
-        raise UnsafePickle(where, f"{key!r} needs code to unpickle ({reason})") from error
+        text = str(error).split("Check the documentation of torch.load")[0]
+        reason = [line.strip() for line in text.splitlines() if line.strip()][-1:]
+        reason = [
+            line.removeprefix("WeightsUnpickler error: ").split(" Please use")[0] for line in reason
+        ]
+        raise UnsafePickle(where, f"{key!r} needs code to unpickle ({''.join(reason)})") from error
+    except (RuntimeError, ValueError, EOFError, LookupError, TypeError, struct.error) as error:
+        raise LoadFailed(
+            where, f"{key!r} is damaged, or not what torch.save writes: {error}"
+        ) from error

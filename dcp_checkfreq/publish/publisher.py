@@ -35,6 +35,10 @@ def publish(tier: Tier, record: bytes, *, attempt: str, overwrite: bool) -> None
         raise CheckpointExists(tier.location) from error
     except OSError as error:
         _settle(tier, record, error)
+    except BaseException as interrupt:
+        # It may have struck after the record was created. Every rank must hear that, not only
+        # this one, because every rank deletes its files after a failure that is certain.
+        raise PublishUnknown(tier.location, f"interrupted by {interrupt!r}") from interrupt
 
 
 def _settle(tier: Tier, record: bytes, error: OSError) -> None:

@@ -5,6 +5,7 @@ A lease never decides what is whole or newest; it only holds back deleting.
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import socket
@@ -25,6 +26,8 @@ class RunLease:
     host: str
     pid: int
     renewed_s: float  # seconds since the epoch by the holder's clock
+    # Boot and start time of the holder: a restarted container has the same pid again.
+    started: str = ""
 
 
 def is_live(
@@ -57,7 +60,7 @@ class LeaseFile:
     def held_by_other(self) -> RunLease | None:
         """Return the lease of another run that may still be at work."""
         lease = self._read()
-        alive = lease is not None and os.path.exists(f"/proc/{lease.pid}")
+        alive = lease is not None and _is_alive(lease)
         live = is_live(
             lease,
             run_id=self._run_id,
@@ -69,7 +72,13 @@ class LeaseFile:
 
     def renew(self) -> None:
         """Say that this run is at work."""
-        lease = RunLease(self._run_id, socket.gethostname(), os.getpid(), self._clock.wall_s())
+        lease = RunLease(
+            self._run_id,
+            socket.gethostname(),
+            os.getpid(),
+            self._clock.wall_s(),
+            _started(os.getpid()),
+        )
         self._tier.make()
         self._tier.replace(
             LEASE, json.dumps(asdict(lease)).encode(), scratch=f"{LEASE}.{new_attempt()}.tmp"
@@ -83,6 +92,25 @@ class LeaseFile:
 
     def _read(self) -> RunLease | None:
         try:
-            return RunLease(**json.loads(self._tier.read(LEASE)))
+            lease = RunLease(**json.loads(self._tier.read(LEASE)))
+            return dataclasses.replace(lease, renewed_s=float(lease.renewed_s))
         except (FileNotFoundError, ValueError, TypeError):
             return None  # no lease, or one that says nothing
+
+
+def _is_alive(lease: RunLease) -> bool:
+    if lease.started:
+        return _started(lease.pid) == lease.started
+    return lease.pid != os.getpid() and os.path.exists(f"/proc/{lease.pid}")
+
+
+def _started(pid: int) -> str:
+    """Return what tells this process from others with the same pid; empty if unknown."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+        with open(f"/proc/{int(pid)}/stat") as file:
+            ticks = file.read().rpartition(")")[2].split()[19]
+    except (OSError, ValueError, IndexError):
+        return ""
+    return f"{boot} {ticks}"

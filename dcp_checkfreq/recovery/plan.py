@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dcp_checkfreq.format.names import step_folder
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StepRecord:
@@ -46,22 +48,15 @@ def rank(records: Iterable[StepRecord]) -> Ranking:
     Whole steps come newest first; of several spellings of one step the usual one counts. A step
     that a later history left behind (`abandons`) is rejected, and so is everything not whole.
     """
-    found = sorted(records, key=lambda record: (-record.step, -len(record.name), record.name))
-    whole = [record for record in found if record.problem is None]
-    first_abandoned: dict[str, tuple[int, str]] = {}
-    for record in whole:
-        for run_id, step in record.abandons.items():
-            known = first_abandoned.get(run_id)
-            if known is None or step < known[0]:
-                first_abandoned[run_id] = (step, record.name)
+    found = sorted(records, key=lambda r: (-r.step, r.name != step_folder(r.step), r.name))
+    left = _left_behind([record for record in found if record.problem is None])
     candidates: list[StepRecord] = []
     rejected: list[Rejected] = []
     taken: dict[int, str] = {}
     for record in found:
         reason = record.problem
-        left = first_abandoned.get(record.run_id) if record.run_id else None
-        if reason is None and left is not None and record.step >= left[0]:
-            reason = f"an abandoned branch: {left[1]} went on from an earlier step"
+        if reason is None and record.name in left:
+            reason = f"an abandoned branch: {left[record.name]} went on from an earlier step"
         if reason is None and record.step in taken:
             reason = f"the same step as {taken[record.step]}"
         if reason is not None:
@@ -72,16 +67,38 @@ def rank(records: Iterable[StepRecord]) -> Ranking:
     return Ranking(tuple(candidates), tuple(rejected))
 
 
+def _left_behind(whole: Sequence[StepRecord]) -> dict[str, str]:
+    """Return, by folder name, which living record left it. A record that was left has no say."""
+    known: dict[str, str | None] = {}
+
+    def who_left(record: StepRecord) -> str | None:
+        if record.name not in known:
+            known[record.name] = None  # later runs leave earlier ones; only damage makes a circle
+            for other in whole:
+                first = other.abandons.get(record.run_id) if record.run_id else None
+                if first is not None and first <= record.step and who_left(other) is None:
+                    known[record.name] = other.name
+                    break
+        return known[record.name]
+
+    return {record.name: by for record in whole if (by := who_left(record)) is not None}
+
+
 def abandoned_by(resumed: StepRecord | None, records: Sequence[StepRecord]) -> dict[str, int]:
     """Return the `abandons` of a run that goes on from ``resumed`` (None: from nothing).
 
-    Every whole step behind that point, of any run, belongs to a history that is left behind.
+    Every whole step behind that point, of any run, belongs to a history that is left behind, and
+    so does all of a run that had itself left the step which is now resumed.
     """
     first = 0 if resumed is None else resumed.step + 1
     abandons = {} if resumed is None else dict(resumed.abandons)
-    runs = {record.run_id for record in records if record.problem is None and record.step >= first}
-    if resumed is not None:
-        runs.add(resumed.run_id)
-    for run_id in runs - {""}:
-        abandons[run_id] = min(first, abandons.get(run_id, first))
+    for record in records:
+        if record.problem is not None:
+            continue
+        if record.step >= first or (resumed is not None and record.run_id == resumed.run_id):
+            abandons[record.run_id] = min(first, abandons.get(record.run_id, first))
+        left_from = record.abandons.get(resumed.run_id) if resumed is not None else None
+        if resumed is not None and left_from is not None and left_from <= resumed.step:
+            abandons[record.run_id] = 0
+    abandons.pop("", None)
     return abandons
