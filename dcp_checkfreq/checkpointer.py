@@ -32,7 +32,7 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
-from dcp_checkfreq.planner import CheckFreqLoadPlanner, CheckFreqSavePlanner
+from dcp_checkfreq.planner import CheckFreqLoadPlanner, CheckFreqSavePlanner, FailingSavePlanner
 from dcp_checkfreq.policy.retention import Retention, select_expired
 from dcp_checkfreq.reader import CheckFreqReader
 from dcp_checkfreq.recovery.clean import clean_root, delete_step
@@ -310,11 +310,16 @@ class Checkpointer:
             step: number of the step that is done; default: one more than the last.
 
         Raises:
-            SaveFailed: a background save failed (see ``on_error`` and ``max_failures``).
+            SaveFailed: a background save failed (see ``on_error`` and ``max_failures``). It is
+                logged when it happens, and raised at the next step; with several ranks at the next
+                save, so that all of them raise at the same step.
         """
         done = self.step + 1 if step is None else step
         due = done % self._every == 0
-        if due or (self._in_flight is not None and self._in_flight.done()):
+        finished = self._in_flight is not None and self._in_flight.done()
+        if due or (finished and self._agree.is_alone):
+            # With several ranks errors wait for the next save, where all ranks wait: raised as
+            # soon as one rank knows, they would leave it and the others in different steps.
             self._finish_in_flight()
         self.step = done
         if due:
@@ -340,9 +345,17 @@ class Checkpointer:
             lineage=self._lineage,
             overwrite=self._agree.rank == 0 and self._is_replaceable(step),
         )
-        staged = writer.stage(self._state.capture())
+        staged: dict[str, Any] = {}
+        planner = self._planner
+        try:
+            staged = writer.stage(self._state.capture())
+        except Exception as error:
+            if self._agree.is_alone:
+                raise
+            # The others are on their way into the save: this rank has to be there and say no.
+            planner = FailingSavePlanner(error)
         self._in_flight_step = step
-        self._in_flight = self._pool.submit(self._write, writer, staged, step)
+        self._in_flight = self._pool.submit(self._write, writer, staged, planner, step)
         if wait:
             self._finish_in_flight(must_raise=True)
 
@@ -364,10 +377,16 @@ class Checkpointer:
         left_behind = first is not None and step >= first
         return record.published and (left_behind or record.problem is not None)
 
-    def _write(self, writer: CheckFreqWriter, staged: dict[str, Any], step: int) -> None:
+    def _write(
+        self,
+        writer: CheckFreqWriter,
+        staged: dict[str, Any],
+        planner: CheckFreqSavePlanner,
+        step: int,
+    ) -> None:
         """In the background thread: write, publish, and on rank 0 let old checkpoints go."""
         try:
-            self._write_and_publish(writer, staged)
+            self._write_and_publish(writer, staged, planner)
         except BaseException as error:
             # Now, not only when the loop comes to ask: it may never come.
             _log.error("step %d was not saved: %s", step, error)
@@ -377,14 +396,16 @@ class Checkpointer:
         if self._agree.rank == 0:
             self._let_old_steps_go(step)
 
-    def _write_and_publish(self, writer: CheckFreqWriter, staged: dict[str, Any]) -> None:
+    def _write_and_publish(
+        self, writer: CheckFreqWriter, staged: dict[str, Any], planner: CheckFreqSavePlanner
+    ) -> None:
         if self._agree.rank == 0:
             self._lease.renew()
         try:
             dcp_save(
                 staged,
                 storage_writer=writer,
-                planner=self._planner,
+                planner=planner,
                 process_group=self._agree.group,
                 no_dist=self._agree.is_alone,
             )

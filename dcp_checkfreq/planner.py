@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import io
+import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -35,6 +36,7 @@ from torch.distributed.tensor import DTensor, Shard
 from dcp_checkfreq.errors import (
     PlanCacheStale,
     ReplicasDiffer,
+    SaveFailed,
     StateMismatch,
     UnsafePickle,
     UnsupportedState,
@@ -53,6 +55,7 @@ class _Facts:
 
     mappings: Any  # DCP's: flat key to path
     token: str | None  # of the kept plan that this rank would use; None: its plan is attached
+    name: str  # of the checkpoint that this rank is saving
     digests: Mapping[str, int] = field(default_factory=dict)  # of values that ranks must share
 
 
@@ -99,7 +102,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self._signature: Signature = []
         self._streams: dict[str, io.BytesIO] = {}
         self._check_tensors = True
-        self._where = ""
+        self._where = self._name = ""
 
     def check_tensors_once(self) -> None:
         """Compare replicated tensors between ranks at the next save. Call it on all ranks."""
@@ -115,6 +118,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         with collector_held():
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._where = str(storage_meta.checkpoint_id) if storage_meta else "this save"
+        self._name = os.path.basename(self._where)
 
     def create_local_plan(self) -> SavePlan:
         """Return this rank's plan, or just a token if the kept one still fits."""
@@ -135,14 +139,16 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         kept, self._kept = self._kept, None
         if kept is not None and kept.signature == self._signature:
             self._candidate: _KeptPlan | None = kept
-            return SavePlan([], planner_data=_Facts({}, kept.token, digests), usable=False)
+            return SavePlan(
+                [], planner_data=_Facts({}, kept.token, self._name, digests), usable=False
+            )
         self._candidate = None
         if not self._allow_pickle:
             for key, stream in self._streams.items():
                 _check_loads_safely(key, stream, self._where)
         plan = super().create_local_plan()
         return dataclasses.replace(
-            plan, planner_data=_Facts(plan.planner_data, None, digests), usable=True
+            plan, planner_data=_Facts(plan.planner_data, None, self._name, digests), usable=True
         )
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -151,8 +157,12 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         Raises:
             ReplicasDiffer: values that are kept once differ between ranks.
             PlanCacheStale: a rank relies on a plan that this one does not have.
+            SaveFailed: the ranks are in different saves.
         """
         facts: list[_Facts] = [plan.planner_data for plan in all_plans]
+        saving = sorted({fact.name for fact in facts})
+        if len(saving) > 1:
+            raise SaveFailed(self._where, f"the ranks are saving different checkpoints: {saving}")
         differing = _differing_keys([fact.digests for fact in facts])
         if differing:
             raise ReplicasDiffer(self._where, differing)
@@ -199,6 +209,22 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         if write_item.type is WriteItemType.BYTE_IO:
             return self._streams[write_item.index.fqn]
         return object
+
+
+class FailingSavePlanner(CheckFreqSavePlanner):
+    """Takes part in a save only to tell all ranks why it cannot be done.
+
+    Args:
+        error: what this rank ran into before the save began.
+    """
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__()
+        self._error = error
+
+    def create_local_plan(self) -> SavePlan:
+        """Raise the error, which DCP brings to all ranks."""
+        raise self._error
 
 
 def _describe(key: str, value: object) -> tuple[object, ...]:

@@ -40,20 +40,19 @@ class _Survey:
 
     def __init__(self) -> None:
         self.copies: list[_Copy] = []
-        self.owners: list[tuple[torch.Tensor, int]] = []  # tensor object, position in copies
+        self.position: dict[int, int] = {}  # id of a tensor object: position in copies
         self.size_bytes = 0
         self._known: dict[tuple[object, ...], int] = {}
-        self._visited: set[int] = set()
 
     def visit(self, value: object, path: str) -> None:
+        """Look where DCP looks: into mappings and lists. What else there is becomes a byte item."""
         if isinstance(value, torch.Tensor):
-            if id(value) not in self._visited:
-                self._visited.add(id(value))
+            if id(value) not in self.position:
                 self._tensor(value, path)
         elif isinstance(value, Mapping):
             for key, inner in value.items():
                 self.visit(inner, f"{path}.{key}" if path else str(key))
-        elif isinstance(value, (list, tuple)):
+        elif isinstance(value, list):
             for number, inner in enumerate(value):
                 self.visit(inner, f"{path}.{number}")
 
@@ -77,7 +76,7 @@ class _Survey:
             offset = -(-self.size_bytes // align) * align
             self.copies.append(_Copy(local, offset))
             self.size_bytes = offset + local.nbytes
-        self.owners.append((tensor, position))
+        self.position[id(tensor)] = position
 
 
 class Stager:
@@ -124,11 +123,7 @@ class Stager:
     ) -> dict[str, Any]:
         places = [_place(memory, item) for item in survey.copies]
         on_device = copy_tensors([item.source for item in survey.copies], places)
-        # deepcopy takes what is in its memo as copied already.
-        memo: dict[int, Any] = {}
-        for tensor, position in survey.owners:
-            memo[id(tensor)] = _like(tensor, places[position])
-        staged = {key: copy.deepcopy(value, memo) for key, value in state_dict.items()}
+        staged = {key: _rebuilt(value, survey, places) for key, value in state_dict.items()}
         if on_device:
             torch.accelerator.current_stream().synchronize()
         return staged
@@ -144,6 +139,40 @@ class Stager:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
+
+
+def _rebuilt(value: Any, survey: _Survey, places: list[torch.Tensor]) -> Any:
+    """Return the same nesting of mappings and lists, with tensors in the buffer."""
+    if isinstance(value, torch.Tensor):
+        return _like(value, places[survey.position[id(value)]])
+    if isinstance(value, Mapping):
+        return {key: _rebuilt(inner, survey, places) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_rebuilt(inner, survey, places) for inner in value]
+    return _own_copy(value)
+
+
+def _own_copy(value: Any) -> Any:
+    """Deep-copy what DCP will pickle. Its tensors get memory of their own.
+
+    Pickling a tensor writes all of the storage behind it: for a view of the buffer that would be
+    the whole snapshot, and for a view of the user's memory all that it is a view of.
+    """
+    memo: dict[int, Any] = {}
+
+    def clone(inner: Any) -> None:
+        if isinstance(inner, torch.Tensor) and not isinstance(inner, DTensor):
+            copied = inner.detach().cpu().clone(memory_format=torch.contiguous_format)
+            memo[id(inner)] = copied
+        elif isinstance(inner, Mapping):
+            for element in inner.values():
+                clone(element)
+        elif isinstance(inner, (list, tuple)):
+            for element in inner:
+                clone(element)
+
+    clone(value)
+    return copy.deepcopy(value, memo)  # takes what is in its memo as copied already
 
 
 def _place(memory: torch.Tensor, item: _Copy) -> torch.Tensor:

@@ -15,7 +15,7 @@ from dcp_checkfreq.shards.codec import (
     bytes_of,
     dense,
     pieces,
-    same_memory,
+    memory_of,
     tensor_item,
 )
 from dcp_checkfreq.shards.layout import lay_out
@@ -93,13 +93,13 @@ def test_plain_memory_is_not_copied():
         assert dense(plain).data_ptr() == plain.data_ptr()
 
 
-def test_only_the_same_elements_of_the_same_memory_are_the_same():
+def test_only_the_same_elements_of_the_memory_of_are_the_same():
     tensor = torch.zeros(4, 4, dtype=torch.complex64)
-    same = same_memory(tensor)
-    assert same_memory(tensor[:]) == same
+    same = memory_of(tensor)
+    assert memory_of(tensor[:]) == same
     others = [tensor.t(), tensor[:2], tensor[1:], tensor.view(16), tensor.conj(), tensor.clone(),
               tensor.real, tensor.view(torch.float32)]  # fmt: skip
-    assert all(same_memory(other) != same for other in others)
+    assert all(memory_of(other) != same for other in others)
 
 
 @pytest.mark.parametrize(
