@@ -631,7 +631,7 @@ def test_nothing_is_cleaned_under_the_lease_of_another_live_run(tmp_path, host, 
     run(tmp_path, 1)
     left = leave_behind(tmp_path, age_s=1000.0)
     name = socket.gethostname() if host == "here" else "another-node"
-    put_lease(tmp_path, run_id="f" * 12, host=name, pid=os.getpid(), renewed_s=1_700_000_000.0)
+    put_lease(tmp_path, run_id="f" * 12, host=name, pid=os.getppid(), renewed_s=1_700_000_000.0)
     assert clean_at(tmp_path).step == 1
     assert all(path.exists() for path in left)
     assert "f" * 12 in caplog.text

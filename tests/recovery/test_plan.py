@@ -33,6 +33,7 @@ RECORDS = st.lists(
         abandons=st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(0, 30), max_size=2),
     ),
     max_size=12,
+    unique_by=lambda r: r.name,  # as in any folder
 )
 
 

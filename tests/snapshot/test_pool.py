@@ -180,16 +180,15 @@ def test_many_background_saves_keep_their_own_values_in_one_buffer():
 
 def test_writers_made_anew_reuse_the_process_wide_buffer():
     root, weight = MemoryTier(), torch.zeros(3 * MIB)
-    places = set()
+    places, held = set(), set()
     for step in range(3):
         writer = CheckFreqWriter(root.child(f"step_{step}"))
         staged = writer.stage({"w": weight})
         places.add(staged["w"].data_ptr())
-        held = PROCESS_POOL.held_bytes
+        held.add(PROCESS_POOL.held_bytes)
         dcp.save(staged, storage_writer=writer)
         del staged
-    assert len(places) == 1
-    assert held < 3 * 12 * MIB
+    assert len(places) == len(held) == 1
 
 
 @pytest.mark.parametrize("verb", ["write_shard", "create"])
