@@ -21,24 +21,21 @@ from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import (
     BrokenShard,
     CheckFreqError,
-    NoValidCheckpoint,
     PublishUnknown,
     RootDiffers,
     SaveFailed,
-    StepNotFound,
     StepsExist,
     TooManyFailures,
 )
-from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
 from dcp_checkfreq.planner import CheckFreqLoadPlanner, CheckFreqSavePlanner, FailingSavePlanner
 from dcp_checkfreq.policy.retention import Retention, select_expired
 from dcp_checkfreq.reader import CheckFreqReader
+from dcp_checkfreq.recovery.choose import Choice, choose_newest, choose_nothing, choose_step
 from dcp_checkfreq.recovery.clean import clean_root, delete_step
 from dcp_checkfreq.recovery.lease import LeaseFile
-from dcp_checkfreq.recovery.plan import StepRecord, abandoned_by, rank
-from dcp_checkfreq.recovery.scan import Depth, check_digests, examine, newest_whole, scan
+from dcp_checkfreq.recovery.scan import Depth, examine, scan
 from dcp_checkfreq.storage.late import look_again
 from dcp_checkfreq.storage.open import Location, open_tier
 from dcp_checkfreq.writer import CheckFreqWriter
@@ -55,14 +52,6 @@ class Restored:
     world_size: int  # ranks that saved it; 0 if not recorded
     seconds: float  # from the call to the restored state, on this rank
     passed_over: tuple[str, ...]  # newer steps that were not whole, with the reason
-
-
-@dataclass(frozen=True, slots=True)
-class _Choice:
-    record: StepRecord | None
-    abandons: dict[str, int]
-    passed_over: tuple[str, ...]
-    kept: dict[int, str]  # whole steps of the history that goes on, with their folders
 
 
 class Checkpointer:
@@ -219,7 +208,7 @@ class Checkpointer:
 
     def _choose(
         self, step: int | None, depth: Depth, fresh_start: bool, broken: dict[str, str]
-    ) -> _Choice:
+    ) -> Choice:
         """On rank 0: clean up, look, and decide what to go on from."""
         holder = self._lease.held_by_other()
         if holder is None:
@@ -228,60 +217,21 @@ class Checkpointer:
         else:
             _log.warning(
                 "%s: run %s on %s (pid %d) may still be at work there; nothing is cleaned up",
-                self._root.location, holder.run_id, holder.host, holder.pid,
-            )  # fmt: skip
+                *(self._root.location, holder.run_id, holder.host, holder.pid),
+            )
         if fresh_start:
-            return _Choice(None, abandoned_by(None, scan(self._root)), (), {})
+            return choose_nothing(self._root)
         if step is not None:
-            return self._choose_step(step, depth)
-        _, ranking, records = newest_whole(self._root, depth)
-        usable = [record for record in ranking.candidates if record.name not in broken]
-        newest = usable[0] if usable else None
-        reasons = [(passed.step, passed.name, passed.reason) for passed in ranking.rejected]
-        reasons += [
-            (r.step, r.name, broken[r.name]) for r in ranking.candidates if r.name in broken
-        ]
-        passed_over = tuple(
-            f"{name}: {reason}"
-            for at, name, reason in sorted(reasons, reverse=True)
-            if newest is None or at >= newest.step
-        )
-        for text in passed_over:
+            return choose_step(self._root, step, depth)
+        choice = choose_newest(self._root, depth, broken)
+        for text in choice.passed_over:
             _log.warning("%s: passed over %s", self._root.location, text)
-        published = [record for record in records if record.published]
-        if newest is None and (published or broken):
-            raise NoValidCheckpoint(
-                self._root.location,
-                f"none of its checkpoints is whole ({'; '.join(passed_over)}). Pass "
-                "fresh_start=True to start from nothing",
-            )
-        kept = {record.step: record.name for record in usable}
-        return _Choice(newest, abandoned_by(newest, records), passed_over, kept)
-
-    def _choose_step(self, step: int, depth: Depth) -> _Choice:
-        records = scan(self._root)
-        of_step = [record for record in records if record.step == step]
-        whole = [record for record in of_step if record.problem is None]
-        problem = of_step[0].problem if of_step else "it is not there"
-        if whole and depth == "digest":
-            problem = check_digests(self._root.child(whole[0].name))
-        elif whole:
-            problem = None
-        if problem is not None:
-            others = sorted(record.step for record in records if record.problem is None)
-            raise StepNotFound(
-                self._root.location, f"step {step}: {problem}; whole steps are {others}"
-            )
-        older = [record for record in records if record.step <= step]
-        kept = {record.step: record.name for record in rank(older).candidates}
-        return _Choice(whole[0], abandoned_by(whole[0], records), (), kept)
+        return choice
 
     def _load(self, name: str) -> None:
         folder = self._root.child(name)
         reader = CheckFreqReader(folder, threads=self._threads)
-        metadata, _ = self._agree.decide(
-            lambda: metadata_format.load(folder.read(names.METADATA), folder.location)
-        )
+        metadata = self._agree.decide(reader.read_metadata)
         target = self._state.targets(metadata, folder.location)
         dcp_load(
             target,
@@ -292,7 +242,7 @@ class Checkpointer:
         )
         self._state.restore(target)
 
-    def _go_on_from(self, choice: _Choice) -> None:
+    def _go_on_from(self, choice: Choice) -> None:
         parent_step = None if choice.record is None else choice.record.step
         self.step = parent_step or 0
         self.last_saved_step = parent_step

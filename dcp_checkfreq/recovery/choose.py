@@ -1,0 +1,81 @@
+"""What a run goes on from: looks at a root, applies the rules of `plan`, changes nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from dcp_checkfreq.errors import NoValidCheckpoint, StepNotFound
+from dcp_checkfreq.recovery.plan import StepRecord, abandoned_by, rank
+from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole, scan
+from dcp_checkfreq.storage.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """A checkpoint to go on from, and what follows for the run that does."""
+
+    record: StepRecord | None  # None: a fresh start
+    abandons: dict[str, int]  # see `format.index.Lineage`
+    passed_over: tuple[str, ...]  # newer steps, each with the reason
+    kept: dict[int, str]  # whole steps of the history that goes on, with their folders
+
+
+def choose_nothing(root: Tier) -> Choice:
+    """Choose a fresh start; what is there becomes a history that was left behind."""
+    return Choice(None, abandoned_by(None, scan(root)), (), {})
+
+
+def choose_newest(root: Tier, depth: Depth, broken: Mapping[str, str]) -> Choice:
+    """Choose the newest whole checkpoint, or a fresh start if none was ever published.
+
+    Args:
+        root: of the run.
+        depth: see `find_latest_valid`.
+        broken: folders that a load has found damaged, with the reason.
+
+    Raises:
+        NoValidCheckpoint: checkpoints were published, but none is whole.
+    """
+    _, ranking, records = newest_whole(root, depth)
+    usable = [record for record in ranking.candidates if record.name not in broken]
+    newest = usable[0] if usable else None
+    reasons = [(passed.step, passed.name, passed.reason) for passed in ranking.rejected]
+    reasons += [(r.step, r.name, broken[r.name]) for r in ranking.candidates if r.name in broken]
+    passed_over = tuple(
+        f"{name}: {reason}"
+        for at, name, reason in sorted(reasons, reverse=True)
+        if newest is None or at >= newest.step
+    )
+    if newest is None and (broken or any(record.published for record in records)):
+        raise NoValidCheckpoint(
+            root.location,
+            f"none of its checkpoints is whole ({'; '.join(passed_over)}). Pass fresh_start=True "
+            "to start from nothing",
+        )
+    return Choice(newest, abandoned_by(newest, records), passed_over, _folders(usable))
+
+
+def choose_step(root: Tier, step: int, depth: Depth) -> Choice:
+    """Choose this step, whatever else is there.
+
+    Raises:
+        StepNotFound: it is not there, or not whole.
+    """
+    records = scan(root)
+    of_step = rank(record for record in records if record.step == step)
+    problem: str | None = "it is not there"
+    if of_step.candidates:
+        chosen = of_step.candidates[0]
+        problem = check_digests(root.child(chosen.name)) if depth == "digest" else None
+        if problem is None:
+            older = rank(record for record in records if record.step <= step)
+            return Choice(chosen, abandoned_by(chosen, records), (), _folders(older.candidates))
+    elif of_step.rejected:
+        problem = of_step.rejected[0].reason
+    others = sorted(record.step for record in records if record.problem is None)
+    raise StepNotFound(root.location, f"step {step}: {problem}; whole steps are {others}")
+
+
+def _folders(records: Iterable[StepRecord]) -> dict[int, str]:
+    return {record.step: record.name for record in records}
