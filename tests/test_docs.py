@@ -4,6 +4,7 @@ import importlib.util
 import inspect
 import pathlib
 import re
+import subprocess
 import sys
 
 import pytest
@@ -113,6 +114,19 @@ def test_every_decision_is_in_the_index():
         body = text_of(page)
         for part in ("Question", "Choice", "Rejected", "Measured", "What would change our mind"):
             assert f"**{part}.**" in body, f"{page.name} lacks {part}"
+
+
+def test_what_a_decision_says_its_code_prints_is_what_it_prints():
+    pattern = r"^```python\n(.*?)^```$.*?^```text\n(.*?)^```$"
+    found = 0
+    for page in DOCS.glob("decisions/*.md"):
+        for code, output in re.findall(pattern, text_of(page), re.M | re.S):
+            done = subprocess.run(
+                [sys.executable, "-c", code], capture_output=True, text=True, check=True
+            )
+            assert done.stdout == output, page.name
+            found += 1
+    assert found
 
 
 def test_the_benchmark_page_has_every_goal_with_its_bound():
