@@ -44,15 +44,25 @@ def address_of(view: memoryview) -> int:
     return ctypes.addressof(ctypes.c_char.from_buffer(view))
 
 
+def take() -> memoryview:
+    """Return a buffer of `BOUNCE_BYTES` for this caller alone, with whatever was in it."""
+    with _lock:
+        if _idle:
+            return _idle.pop()
+    return huge_buffer(BOUNCE_BYTES)
+
+
+def give_back(buffer: memoryview) -> None:
+    """Let others take a buffer. No I/O on it may be under way."""
+    with _lock:
+        _idle.append(buffer)
+
+
 @contextmanager
 def borrowed() -> Iterator[memoryview]:
-    """Lend one bounce buffer of `BOUNCE_BYTES`. Its content is whatever was there before."""
-    with _lock:
-        view = _idle.pop() if _idle else None
-    if view is None:
-        view = huge_buffer(BOUNCE_BYTES)
+    """Lend one buffer for the length of a ``with`` block."""
+    buffer = take()
     try:
-        yield view
+        yield buffer
     finally:
-        with _lock:
-            _idle.append(view)
+        give_back(buffer)

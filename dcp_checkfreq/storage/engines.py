@@ -11,12 +11,15 @@ import errno
 import fcntl
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
-from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, address_of, borrowed
+from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, address_of, give_back, take
 
 ALIGN_BYTES = 4096  # covers every block size and DMA alignment in use
 BATCH_BYTES = 64 << 20  # one request to the kernel; also the pace of buffered writing
+_MAX_IN_FLIGHT = 2  # batches per file: one under way, one waiting so that the disk never does
 _MAX_VECTORS = 1000  # the kernel takes 1024
 # From here on a piece is written from where it lies, if it is aligned; smaller ones are gathered.
 _IN_PLACE_FROM_BYTES = 128 << 10
@@ -97,10 +100,10 @@ def write_direct(fd: int, pieces: Iterable[memoryview]) -> int:
     """Write past the page cache; return the bytes written.
 
     Large pieces that lie aligned in memory and in the file are written from where they are.
-    Everything else is gathered in a bounce buffer. The file must be open for direct I/O.
+    Everything else is gathered in bounce buffers, one being filled while others are written. The
+    file must be open for direct I/O.
     """
-    with borrowed() as bounce:
-        writer = _DirectWriter(fd, bounce)
+    with _DirectWriter(fd) as writer:
         for piece in pieces:
             writer.add(piece)
         return writer.finish()
@@ -109,15 +112,26 @@ def write_direct(fd: int, pieces: Iterable[memoryview]) -> int:
 class _DirectWriter:
     """Gathers pieces into aligned vectors. The stream position of each vector is aligned."""
 
-    def __init__(self, fd: int, bounce: memoryview) -> None:
+    def __init__(self, fd: int) -> None:
         self._fd = fd
-        self._bounce = bounce
-        self._bounce_at = address_of(bounce)
+        self._offset = 0  # of the first byte that is in no batch yet
+        self._bounce = take()
         self._vectors: list[memoryview] = []
-        self._offset = 0  # of the first byte that is not written yet
         self._batch_bytes = 0  # in self._vectors
         self._used = 0  # bytes of the bounce buffer in self._vectors or gathered
         self._gathered = 0  # bytes at the end of those, not in self._vectors yet
+        self._io = ThreadPoolExecutor(1, thread_name_prefix="checkfreq-io")
+        self._in_flight: deque[tuple[Future[int], memoryview]] = deque()
+
+    def __enter__(self) -> _DirectWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        # Whatever happened: no write may be under way when the file and the buffers go.
+        self._io.shutdown(wait=True, cancel_futures=True)
+        give_back(self._bounce)
+        for _job, bounce in self._in_flight:
+            give_back(bounce)
 
     def add(self, piece: memoryview) -> None:
         size = len(piece)
@@ -165,9 +179,17 @@ class _DirectWriter:
             self._gathered = 0
 
     def _flush(self) -> None:
+        """Hand the batch to the I/O thread, and go on with another buffer."""
         self._close_gathered()
-        self._offset = write_all(self._fd, self._vectors, self._offset)
+        job = self._io.submit(write_all, self._fd, self._vectors, self._offset)
+        self._in_flight.append((job, self._bounce))
+        self._offset += self._batch_bytes
         self._vectors, self._batch_bytes, self._used = [], 0, 0
+        if len(self._in_flight) < _MAX_IN_FLIGHT:
+            self._bounce = take()
+        else:
+            oldest, self._bounce = self._in_flight.popleft()
+            oldest.result()
 
     def finish(self) -> int:
         total = self._offset + self._batch_bytes + self._gathered
@@ -178,6 +200,8 @@ class _DirectWriter:
             self._used += pad
             self._gathered += pad
         self._flush()
+        for job, _bounce in self._in_flight:
+            job.result()
         if loose:
             os.ftruncate(self._fd, total)
         return total
