@@ -314,11 +314,6 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
         """
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
-        if not self.allow_partial_load:
-            # Stock planners stop at the first; whoever has to mend a model wants to see them all.
-            missing = [key for key in self.state_dict if key not in saved]
-            if missing and not set(saved) - set(self.state_dict):
-                raise StateMismatch(self._where, f"it lacks {_listed(missing)}")
         differing = [
             f"{key}: saved {list(kept.size)}, wanted {list(value.shape)}"
             for key, value in self.state_dict.items()
@@ -328,11 +323,15 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
         ]
         if differing:
             raise StateMismatch(self._where, f"shapes differ: {_listed(differing)}")
+        missing = [key for key in self.state_dict if key not in saved]
         with collector_held():
-            if saved.keys() - self.state_dict.keys():
-                # Maybe a checkpoint from before torch 2.4, whose keys DCP knows how to find.
+            if not missing:
+                return self._plan_whole_tensors()
+            try:
+                # Keys may be left out on purpose, and before torch 2.4 they had other names.
                 return super().create_local_plan()
-            return self._plan_whole_tensors()
+            except RuntimeError as error:  # DCP names the first of them
+                raise StateMismatch(self._where, f"it lacks {_listed(missing)}") from error
 
     def _plan_whole_tensors(self) -> LoadPlan:
         """Plan tensors that are saved and wanted in one piece; leave the others to DCP's rules."""

@@ -1,8 +1,8 @@
 """The bytes that torch.save puts before and after a tensor's own bytes.
 
 They depend on dtype and shape only, so they are made once with torch's own writer and kept. An
-item is ``prefix + payload + suffix`` and reads back with plain `torch.load`. The CRC fields of
-the archive stay empty: torch does not check them, and `dcp_checkfreq.format.digest` does the work.
+item is ``prefix + payload + suffix`` and reads back with plain `torch.load`. The CRC field of the
+payload stays empty: torch does not check it, and `dcp_checkfreq.format.digest` does the work.
 """
 
 from __future__ import annotations
