@@ -1,95 +1,33 @@
 """`Checkpointer` in one process: counting, saving, restoring, failing, cleaning up."""
 
 import errno
-import json
 import logging
-import os
-import shutil
-import socket
 
 import pytest
 import torch
-from behaviour_tools import files_in, load
+from behaviour_tools import load
+from checkpointer_tools import (
+    counter,
+    failing,
+    restored_from,
+    run,
+    step_until_it_raises,
+    steps_on,
+    train_and_crash,
+    train_on,
+)
 from torch import nn
 
 from dcp_checkfreq import (
-    BrokenShard,
     Checkpointer,
-    NoValidCheckpoint,
     PerRank,
     SaveFailed,
-    StateMismatch,
-    StepNotFound,
-    StepsExist,
     TooManyFailures,
     UnsupportedState,
     WriteFailed,
     find_latest_valid,
 )
-from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.testing import Fault, FaultyTier, GatedTier, ManualClock, MemoryTier
-
-
-def counter(value=0.0):
-    return {"w": torch.full((5,), float(value)), "note": f"at {value}"}
-
-
-def run(root, steps, state=None, **options):
-    """Train ``steps`` steps: after step n every value tells n. Return the Checkpointer's steps."""
-    state = counter() if state is None else state
-    options = {"every": 1, "keep_last": 100} | options
-    seen = []
-    with Checkpointer(root, state, **options) as ckpt:
-        ckpt.restore()
-        for _ in range(steps):
-            at = ckpt.step + 1
-            state["w"].fill_(float(at))
-            state["note"] = f"at {at}"
-            ckpt.after_step()
-            seen.append(ckpt.step)
-    return seen
-
-
-def steps_on(root):
-    """Return the steps whose folder holds a commit record."""
-    return sorted(
-        int(entry.name.removeprefix("step_"))
-        for entry in root.list()
-        if entry.name.startswith("step_")
-        and any(inner.name == ".metadata" for inner in root.child(entry.name).list())
-    )
-
-
-def step_until_it_raises(ckpt, at_most=10_000):
-    """A background save ends at its own time: one of the next calls tells."""
-    for _ in range(at_most):
-        ckpt.after_step()
-
-
-def train_on(root, steps, **options):
-    with Checkpointer(root, counter(), every=1, **options) as ckpt:
-        ckpt.restore()
-        for _ in range(steps):
-            ckpt.after_step()
-
-
-def train_and_crash(root):
-    with Checkpointer(root, counter(), every=1) as ckpt:
-        ckpt.after_step()
-        raise ZeroDivisionError
-
-
-def restored_from(root, **options):
-    state = counter(-1)
-    with Checkpointer(root, state, every=1) as ckpt:
-        restored = ckpt.restore(**options)
-    return restored, state
-
-
-@pytest.fixture(params=["memory", "disk"])
-def root(request, tmp_path):
-    return MemoryTier() if request.param == "memory" else LocalTier(tmp_path / "run")
-
 
 # --- counting and saving ---
 
@@ -257,10 +195,6 @@ def test_close_waits_for_the_save_in_flight():
 # --- failures (cases 04, 14, 17) ---
 
 
-def failing(inner, **fault):
-    return FaultyTier(inner, [Fault(verb="write_shard", error=errno.ENOSPC, **fault)])
-
-
 def test_a_failed_save_is_logged_counted_and_training_goes_on(caplog):
     inner = MemoryTier()
     with (
@@ -337,346 +271,6 @@ def test_a_lost_answer_of_the_commit_deletes_nothing_and_the_step_is_there(root)
         ckpt.after_step()
         ckpt.wait()
     assert find_latest_valid(root, depth="digest").step == 1
-
-
-# --- what to restore (case 09) ---
-
-
-def test_a_run_that_did_not_ask_is_refused_among_the_steps_of_another(root):
-    run(root, 3)
-    with (
-        Checkpointer(root, counter(), every=1) as ckpt,
-        pytest.raises(StepsExist, match=r"\[1, 2, 3\]"),
-    ):
-        ckpt.after_step()
-    assert steps_on(root) == [1, 2, 3]
-
-
-def test_an_explicit_step_that_is_not_there_names_those_that_are(root):
-    run(root, 10, every=5)
-    state = counter(-1)
-    with (
-        Checkpointer(root, state, every=1) as ckpt,
-        pytest.raises(StepNotFound, match=r"step 7.*\[5, 10\]"),
-    ):
-        ckpt.restore(7)
-    assert state["w"].tolist() == [-1.0] * 5
-
-
-def test_an_explicit_step_that_is_broken_is_an_error_and_no_other_is_taken(tmp_path):
-    run(tmp_path, 3)
-    (shard,) = (tmp_path / "step_00000002").glob("*.distcp")
-    shard.write_bytes(b"")
-    with Checkpointer(tmp_path, counter(), every=1) as ckpt, pytest.raises(StepNotFound):
-        ckpt.restore(2)
-
-
-def test_an_explicit_step_whose_bytes_are_damaged_is_an_error_and_no_other_is_taken(tmp_path):
-    run(tmp_path, 3, state={"w": torch.zeros(50_000), "note": ""})
-    (shard,) = (tmp_path / "step_00000002").glob("*.distcp")
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    state = {"w": torch.zeros(50_000), "note": ""}
-    with Checkpointer(tmp_path, state, every=1) as ckpt:
-        with pytest.raises(BrokenShard):
-            ckpt.restore(2)
-        with pytest.raises(StepNotFound, match="digest"):
-            ckpt.restore(2, depth="digest")
-        assert ckpt.restore().step == 3
-
-
-def test_checkpoints_that_are_all_damaged_are_an_error_unless_a_fresh_start_is_allowed(tmp_path):
-    run(tmp_path, 2)
-    for shard in tmp_path.rglob("*.distcp"):
-        shard.write_bytes(b"")
-    with Checkpointer(tmp_path, counter(), every=1) as ckpt:
-        with pytest.raises(NoValidCheckpoint, match="step_00000002"):
-            ckpt.restore()
-        assert ckpt.restore(fresh_start=True) is None
-
-
-@pytest.mark.parametrize("left", [0, 100])
-def test_a_published_checkpoint_with_a_damaged_record_is_an_error_too(tmp_path, left):
-    run(tmp_path, 1)
-    os.truncate(tmp_path / "step_00000001" / ".metadata", left)
-    with Checkpointer(tmp_path, counter(), every=1) as ckpt, pytest.raises(NoValidCheckpoint):
-        ckpt.restore()
-
-
-def test_a_folder_that_was_never_published_is_a_fresh_start_with_a_word(tmp_path, caplog):
-    (tmp_path / "step_00000005").mkdir()
-    (tmp_path / "step_00000005" / "__0_0_0123456789ab.distcp").write_bytes(b"part")
-    with caplog.at_level(logging.WARNING), Checkpointer(tmp_path, counter(), every=1) as ckpt:
-        assert ckpt.restore() is None
-    assert "step_00000005" in caplog.text
-
-
-def test_a_fresh_start_beside_old_steps_makes_them_an_abandoned_branch(root):
-    run(root, 5)
-    state = counter()
-    with Checkpointer(root, state, every=1, keep_last=100) as ckpt:
-        assert ckpt.restore(fresh_start=True) is None
-        assert ckpt.step == 0
-        state["w"].fill_(100.0)
-        ckpt.after_step()
-    found = find_latest_valid(root)
-    assert found.step == 1
-    restored, got = restored_from(root)
-    assert restored.step == 1
-    assert got["w"].tolist() == [100.0] * 5
-
-
-def test_after_an_explicit_restore_the_abandoned_branch_is_not_latest(root):
-    run(root, 8)
-    state = counter()
-    with Checkpointer(root, state, every=1, keep_last=100) as ckpt:
-        assert ckpt.restore(3).step == 3
-        assert state["w"].tolist() == [3.0] * 5
-        state["w"].fill_(44.0)
-        ckpt.after_step()
-        assert ckpt.step == 4
-    found = find_latest_valid(root)
-    assert found.step == 4
-    assert {passed.step for passed in found.rejected} >= {5, 6, 7, 8}
-    assert "abandoned branch" in found.rejected[0].reason
-    restored, got = restored_from(root)
-    assert restored.step == 4
-    assert got["w"].tolist() == [44.0] * 5
-    # A third run goes on from there, past the numbers of the abandoned steps.
-    assert run(root, 5) == [5, 6, 7, 8, 9]
-    restored, got = restored_from(root)
-    assert restored.step == 9
-    assert got["w"].tolist() == [9.0] * 5
-    _, got = restored_from(root, step=6)
-    assert got["w"].tolist() == [6.0] * 5
-
-
-def test_a_restored_step_that_never_saved_leaves_the_history_as_it_is(root):
-    run(root, 5)
-    restored_from(root, step=2)
-    assert find_latest_valid(root).step == 5
-
-
-def test_the_older_checkpoint_is_restored_when_a_digest_fails_during_the_load(tmp_path, caplog):
-    big = {"w": torch.zeros(200_000), "note": ""}
-    run(tmp_path, 3, state=big)
-    (shard,) = (tmp_path / "step_00000003").glob("*.distcp")
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    assert find_latest_valid(tmp_path).step == 3, "sizes alone do not show it"
-    state = {"w": torch.zeros(200_000), "note": ""}
-    with Checkpointer(tmp_path, state, every=1) as ckpt:
-        restored = ckpt.restore()
-        assert (restored.step, ckpt.step, ckpt.last_saved_step) == (2, 2, 2)
-    assert "digest" in restored.passed_over[0]
-    assert torch.equal(state["w"], torch.full((200_000,), 2.0))
-    assert state["note"] == "at 2"
-    assert "step_00000003" in caplog.text
-
-
-def test_a_run_that_fell_back_saves_the_damaged_step_anew(tmp_path):
-    run(tmp_path, 3)
-    (shard,) = (tmp_path / "step_00000003").glob("*.distcp")
-    shard.write_bytes(b"")
-    assert run(tmp_path, 2) == [3, 4]
-    restored, state = restored_from(tmp_path)
-    assert restored.step == 4
-    assert state["w"].tolist() == [4.0] * 5
-    _, state = restored_from(tmp_path, step=3)
-    assert state["w"].tolist() == [3.0] * 5
-
-
-def test_restoring_twice_and_after_training_goes_back_each_time(root):
-    run(root, 3)
-    state = counter()
-    with Checkpointer(root, state, every=100) as ckpt:
-        for _ in range(2):
-            assert ckpt.restore().step == 3
-            assert ckpt.step == 3
-            state["w"].fill_(-5.0)
-            ckpt.after_step()
-        assert ckpt.restore().step == 3
-        assert state["w"].tolist() == [3.0] * 5
-
-
-def test_stock_checkpoints_in_the_root_are_restored(tmp_path):
-    import torch.distributed.checkpoint as dcp
-
-    model = nn.Linear(3, 2)
-    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "step_7")
-    fresh = nn.Linear(3, 2)
-    with Checkpointer(tmp_path, {"model": fresh}, every=1) as ckpt:
-        restored = ckpt.restore()
-        assert (restored.step, restored.world_size) == (7, 0)
-        ckpt.after_step()
-    assert torch.equal(fresh.weight, model.weight)
-    assert find_latest_valid(tmp_path).step == 8
-
-
-def test_a_model_of_another_shape_is_an_error_that_names_the_key(tmp_path):
-    with Checkpointer(tmp_path, {"model": nn.Linear(3, 2)}, every=1) as ckpt:
-        ckpt.after_step()
-    with (
-        Checkpointer(tmp_path, {"model": nn.Linear(4, 2)}, every=1) as ckpt,
-        pytest.raises(StateMismatch, match=r"model\.weight"),
-    ):
-        ckpt.restore()
-
-
-# --- retention ---
-
-
-def test_the_last_two_are_kept_by_default(root):
-    run(root, 7, keep_last=2)
-    assert steps_on(root) == [6, 7]
-
-
-def test_every_nth_is_kept_as_well(root):
-    run(root, 10, keep_last=1, keep_every=4)
-    assert steps_on(root) == [4, 8, 10]
-
-
-def test_a_failed_save_lets_nothing_go():
-    inner = MemoryTier()
-    with pytest.raises(WriteFailed):
-        train_on(failing(inner, nth=2, times="forever"), 4)
-    assert steps_on(inner) == [1, 2]
-    assert find_latest_valid(inner).step == 2
-
-
-def test_broken_newer_steps_do_not_count_as_kept(tmp_path):
-    run(tmp_path, 2)
-    for shard in (tmp_path / "step_00000002").glob("*.distcp"):
-        shard.write_bytes(b"")
-    shutil.copytree(tmp_path / "step_00000002", tmp_path / "step_00000009")
-    run(tmp_path, 1, keep_last=2)
-    assert find_latest_valid(tmp_path).step == 2
-    assert find_latest_valid(tmp_path, depth="digest").step == 2
-    restored_from(tmp_path, step=1)
-
-
-def test_files_of_the_user_in_a_checkpoint_folder_survive_retention(tmp_path):
-    run(tmp_path, 1, keep_last=1)
-    (tmp_path / "step_00000001" / "notes.txt").write_text("mine")
-    run(tmp_path, 2, keep_last=1)
-    assert files_in(tmp_path / "step_00000001") == ["notes.txt"]
-    assert find_latest_valid(tmp_path).step == 3
-
-
-# --- lease and cleaning ---
-
-
-def leave_behind(root_path, *, age_s=0.0, now_s=1_700_000_000.0):
-    """Put what a killed save leaves into two step folders, last modified ``age_s`` ago."""
-    left = [
-        root_path / "step_00000001" / "__0_0_aaaaaaaaaaaa.distcp",
-        root_path / "step_00000002" / "__0_0_bbbbbbbbbbbb.distcp",
-        root_path / "step_00000002" / "__3_1_bbbbbbbbbbbb.distcp",
-        root_path / "step_00000002" / ".metadata.bbbbbbbbbbbb.tmp",
-    ]
-    for path in left:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"half")
-        os.utime(path, (now_s - age_s, now_s - age_s))
-    return left
-
-
-def clean_at(root_path, now_s=1_700_000_000.0):
-    with Checkpointer(root_path, counter(), every=1, clock=ManualClock(wall_s=now_s)) as ckpt:
-        return ckpt.restore()
-
-
-def test_leftovers_of_a_dead_attempt_go_at_restore_and_the_checkpoint_stays(tmp_path):
-    run(tmp_path, 1)
-    left = leave_behind(tmp_path, age_s=1000.0)
-    assert clean_at(tmp_path).step == 1
-    assert [path for path in left if path.exists()] == []
-    assert not (tmp_path / "step_00000002").exists()
-    assert find_latest_valid(tmp_path, depth="digest").step == 1
-
-
-def test_leftovers_stay_within_the_grace_period(tmp_path):
-    run(tmp_path, 1)
-    left = leave_behind(tmp_path, age_s=10.0)
-    clean_at(tmp_path)
-    assert all(path.exists() for path in left)
-
-
-def test_foreign_files_are_never_cleaned_away(tmp_path):
-    run(tmp_path, 1)
-    foreign = [
-        tmp_path / "step_00000002" / "weights.bin",
-        tmp_path / "step_00000002" / "__0_0.distcp",
-        tmp_path / "best" / "__0_0_aaaaaaaaaaaa.distcp",
-        tmp_path / "__0_0_aaaaaaaaaaaa.distcp",
-    ]
-    for path in foreign:
-        path.parent.mkdir(exist_ok=True)
-        path.write_bytes(b"mine")
-        os.utime(path, (0, 0))
-    clean_at(tmp_path)
-    assert all(path.exists() for path in foreign)
-
-
-def put_lease(root_path, **content):
-    folder = root_path / ".checkfreq"
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "lease.json").write_text(json.dumps(content))
-
-
-@pytest.mark.parametrize("host", ["here", "elsewhere"])
-def test_nothing_is_cleaned_under_the_lease_of_another_live_run(tmp_path, host, caplog):
-    run(tmp_path, 1)
-    left = leave_behind(tmp_path, age_s=1000.0)
-    name = socket.gethostname() if host == "here" else "another-node"
-    put_lease(tmp_path, run_id="f" * 12, host=name, pid=os.getppid(), renewed_s=1_700_000_000.0)
-    assert clean_at(tmp_path).step == 1
-    assert all(path.exists() for path in left)
-    assert "f" * 12 in caplog.text
-    lease = json.loads((tmp_path / ".checkfreq" / "lease.json").read_text())
-    assert lease["run_id"] == "f" * 12
-
-
-@pytest.mark.parametrize("why", ["dead process", "expired", "unreadable"])
-def test_the_lease_of_a_dead_run_holds_nothing_back(tmp_path, why):
-    run(tmp_path, 1)
-    left = leave_behind(tmp_path, age_s=1000.0)
-    if why == "dead process":
-        put_lease(tmp_path, run_id="f" * 12, host=socket.gethostname(), pid=2**22 + 1,
-                  renewed_s=1_700_000_000.0)  # fmt: skip
-    elif why == "expired":
-        put_lease(tmp_path, run_id="f" * 12, host="another-node", pid=1,
-                  renewed_s=1_700_000_000.0 - 100_000.0)  # fmt: skip
-    else:
-        put_lease(tmp_path)
-    clean_at(tmp_path)
-    assert [path for path in left if path.exists()] == []
-
-
-def test_a_live_run_holds_the_lease_and_gives_it_back(tmp_path):
-    lease = tmp_path / ".checkfreq" / "lease.json"
-    with Checkpointer(tmp_path, counter(), every=1) as ckpt:
-        ckpt.restore()
-        assert json.loads(lease.read_text())["pid"] == os.getpid()
-    assert not lease.exists()
-
-
-def test_a_run_that_saves_without_restore_holds_the_lease_while_it_writes(tmp_path):
-    gate = GatedTier(LocalTier(tmp_path), verbs=["write_shard"])
-    with Checkpointer(gate, counter(), every=1) as ckpt:
-        ckpt.after_step()
-        gate.wait_until_held()
-        held = (tmp_path / ".checkfreq" / "lease.json").exists()
-        gate.release()
-    assert held
-
-
-def test_the_probe_of_the_root_leaves_nothing_behind(tmp_path):
-    with Checkpointer(tmp_path, counter(), every=1):
-        pass
-    assert files_in(tmp_path) == []
 
 
 # --- arguments ---

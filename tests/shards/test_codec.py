@@ -14,8 +14,8 @@ from dcp_checkfreq.shards.codec import (
     byte_item,
     bytes_of,
     dense,
-    pieces,
     memory_of,
+    pieces,
     tensor_item,
 )
 from dcp_checkfreq.shards.layout import lay_out

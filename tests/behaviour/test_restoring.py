@@ -1,0 +1,202 @@
+"""`Checkpointer.restore`: what a run goes on from, and what it refuses."""
+
+import logging
+import os
+
+import pytest
+import torch
+from checkpointer_tools import counter, restored_from, run, steps_on
+from torch import nn
+
+from dcp_checkfreq import (
+    BrokenShard,
+    Checkpointer,
+    NoValidCheckpoint,
+    StateMismatch,
+    StepNotFound,
+    StepsExist,
+    find_latest_valid,
+)
+
+
+def test_a_run_that_did_not_ask_is_refused_among_the_steps_of_another(root):
+    run(root, 3)
+    with (
+        Checkpointer(root, counter(), every=1) as ckpt,
+        pytest.raises(StepsExist, match=r"\[1, 2, 3\]"),
+    ):
+        ckpt.after_step()
+    assert steps_on(root) == [1, 2, 3]
+
+
+def test_an_explicit_step_that_is_not_there_names_those_that_are(root):
+    run(root, 10, every=5)
+    state = counter(-1)
+    with (
+        Checkpointer(root, state, every=1) as ckpt,
+        pytest.raises(StepNotFound, match=r"step 7.*\[5, 10\]"),
+    ):
+        ckpt.restore(7)
+    assert state["w"].tolist() == [-1.0] * 5
+
+
+def test_an_explicit_step_that_is_broken_is_an_error_and_no_other_is_taken(tmp_path):
+    run(tmp_path, 3)
+    (shard,) = (tmp_path / "step_00000002").glob("*.distcp")
+    shard.write_bytes(b"")
+    with Checkpointer(tmp_path, counter(), every=1) as ckpt, pytest.raises(StepNotFound):
+        ckpt.restore(2)
+
+
+def test_an_explicit_step_whose_bytes_are_damaged_is_an_error_and_no_other_is_taken(tmp_path):
+    run(tmp_path, 3, state={"w": torch.zeros(50_000), "note": ""})
+    (shard,) = (tmp_path / "step_00000002").glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    state = {"w": torch.zeros(50_000), "note": ""}
+    with Checkpointer(tmp_path, state, every=1) as ckpt:
+        with pytest.raises(BrokenShard):
+            ckpt.restore(2)
+        with pytest.raises(StepNotFound, match="digest"):
+            ckpt.restore(2, depth="digest")
+        assert ckpt.restore().step == 3
+
+
+def test_checkpoints_that_are_all_damaged_are_an_error_unless_a_fresh_start_is_allowed(tmp_path):
+    run(tmp_path, 2)
+    for shard in tmp_path.rglob("*.distcp"):
+        shard.write_bytes(b"")
+    with Checkpointer(tmp_path, counter(), every=1) as ckpt:
+        with pytest.raises(NoValidCheckpoint, match="step_00000002"):
+            ckpt.restore()
+        assert ckpt.restore(fresh_start=True) is None
+
+
+@pytest.mark.parametrize("left", [0, 100])
+def test_a_published_checkpoint_with_a_damaged_record_is_an_error_too(tmp_path, left):
+    run(tmp_path, 1)
+    os.truncate(tmp_path / "step_00000001" / ".metadata", left)
+    with Checkpointer(tmp_path, counter(), every=1) as ckpt, pytest.raises(NoValidCheckpoint):
+        ckpt.restore()
+
+
+def test_a_folder_that_was_never_published_is_a_fresh_start_with_a_word(tmp_path, caplog):
+    (tmp_path / "step_00000005").mkdir()
+    (tmp_path / "step_00000005" / "__0_0_0123456789ab.distcp").write_bytes(b"part")
+    with caplog.at_level(logging.WARNING), Checkpointer(tmp_path, counter(), every=1) as ckpt:
+        assert ckpt.restore() is None
+    assert "step_00000005" in caplog.text
+
+
+def test_a_fresh_start_beside_old_steps_makes_them_an_abandoned_branch(root):
+    run(root, 5)
+    state = counter()
+    with Checkpointer(root, state, every=1, keep_last=100) as ckpt:
+        assert ckpt.restore(fresh_start=True) is None
+        assert ckpt.step == 0
+        state["w"].fill_(100.0)
+        ckpt.after_step()
+    found = find_latest_valid(root)
+    assert found.step == 1
+    restored, got = restored_from(root)
+    assert restored.step == 1
+    assert got["w"].tolist() == [100.0] * 5
+
+
+def test_after_an_explicit_restore_the_abandoned_branch_is_not_latest(root):
+    run(root, 8)
+    state = counter()
+    with Checkpointer(root, state, every=1, keep_last=100) as ckpt:
+        assert ckpt.restore(3).step == 3
+        assert state["w"].tolist() == [3.0] * 5
+        state["w"].fill_(44.0)
+        ckpt.after_step()
+        assert ckpt.step == 4
+    found = find_latest_valid(root)
+    assert found.step == 4
+    assert {passed.step for passed in found.rejected} >= {5, 6, 7, 8}
+    assert "abandoned branch" in found.rejected[0].reason
+    restored, got = restored_from(root)
+    assert restored.step == 4
+    assert got["w"].tolist() == [44.0] * 5
+    # A third run goes on from there, past the numbers of the abandoned steps.
+    assert run(root, 5) == [5, 6, 7, 8, 9]
+    restored, got = restored_from(root)
+    assert restored.step == 9
+    assert got["w"].tolist() == [9.0] * 5
+    _, got = restored_from(root, step=6)
+    assert got["w"].tolist() == [6.0] * 5
+
+
+def test_a_restored_step_that_never_saved_leaves_the_history_as_it_is(root):
+    run(root, 5)
+    restored_from(root, step=2)
+    assert find_latest_valid(root).step == 5
+
+
+def test_the_older_checkpoint_is_restored_when_a_digest_fails_during_the_load(tmp_path, caplog):
+    big = {"w": torch.zeros(200_000), "note": ""}
+    run(tmp_path, 3, state=big)
+    (shard,) = (tmp_path / "step_00000003").glob("*.distcp")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    assert find_latest_valid(tmp_path).step == 3, "sizes alone do not show it"
+    state = {"w": torch.zeros(200_000), "note": ""}
+    with Checkpointer(tmp_path, state, every=1) as ckpt:
+        restored = ckpt.restore()
+        assert (restored.step, ckpt.step, ckpt.last_saved_step) == (2, 2, 2)
+    assert "digest" in restored.passed_over[0]
+    assert torch.equal(state["w"], torch.full((200_000,), 2.0))
+    assert state["note"] == "at 2"
+    assert "step_00000003" in caplog.text
+
+
+def test_a_run_that_fell_back_saves_the_damaged_step_anew(tmp_path):
+    run(tmp_path, 3)
+    (shard,) = (tmp_path / "step_00000003").glob("*.distcp")
+    shard.write_bytes(b"")
+    assert run(tmp_path, 2) == [3, 4]
+    restored, state = restored_from(tmp_path)
+    assert restored.step == 4
+    assert state["w"].tolist() == [4.0] * 5
+    _, state = restored_from(tmp_path, step=3)
+    assert state["w"].tolist() == [3.0] * 5
+
+
+def test_restoring_twice_and_after_training_goes_back_each_time(root):
+    run(root, 3)
+    state = counter()
+    with Checkpointer(root, state, every=100) as ckpt:
+        for _ in range(2):
+            assert ckpt.restore().step == 3
+            assert ckpt.step == 3
+            state["w"].fill_(-5.0)
+            ckpt.after_step()
+        assert ckpt.restore().step == 3
+        assert state["w"].tolist() == [3.0] * 5
+
+
+def test_stock_checkpoints_in_the_root_are_restored(tmp_path):
+    import torch.distributed.checkpoint as dcp
+
+    model = nn.Linear(3, 2)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "step_7")
+    fresh = nn.Linear(3, 2)
+    with Checkpointer(tmp_path, {"model": fresh}, every=1) as ckpt:
+        restored = ckpt.restore()
+        assert (restored.step, restored.world_size) == (7, 0)
+        ckpt.after_step()
+    assert torch.equal(fresh.weight, model.weight)
+    assert find_latest_valid(tmp_path).step == 8
+
+
+def test_a_model_of_another_shape_is_an_error_that_names_the_key(tmp_path):
+    with Checkpointer(tmp_path, {"model": nn.Linear(3, 2)}, every=1) as ckpt:
+        ckpt.after_step()
+    with (
+        Checkpointer(tmp_path, {"model": nn.Linear(4, 2)}, every=1) as ckpt,
+        pytest.raises(StateMismatch, match=r"model\.weight"),
+    ):
+        ckpt.restore()
