@@ -27,6 +27,7 @@ from dcp_checkfreq.errors import (
     StepsExist,
     TooManyFailures,
 )
+from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
 from dcp_checkfreq.planner import CheckFreqLoadPlanner, CheckFreqSavePlanner, FailingSavePlanner
@@ -230,9 +231,12 @@ class Checkpointer:
 
     def _load(self, name: str) -> None:
         folder = self._root.child(name)
-        reader = CheckFreqReader(folder, threads=self._threads)
-        metadata = self._agree.decide(reader.read_metadata)
-        target = self._state.targets(metadata, folder.location)
+        # Read once for all ranks: on shared file systems others might not see it yet.
+        known = self._agree.decide(
+            lambda: metadata_format.load(folder.read(names.METADATA), folder.location)
+        )
+        reader = CheckFreqReader(folder, threads=self._threads, known=known)
+        target = self._state.targets(known[0], folder.location)
         dcp_load(
             target,
             storage_reader=reader,
@@ -275,13 +279,20 @@ class Checkpointer:
         if due:
             self.save()
 
-    def save(self, *, wait: bool = False) -> None:
+    def save(self, *, wait: bool = False, check_replicas: bool = False) -> None:
         """Save the state as it is now, as the current step.
 
-        Waits for the save before, copies the state, and returns while it is being written. With
-        ``wait`` it returns when the checkpoint is published, and raises if it is not.
+        Waits for the save before, copies the state, and returns while it is being written.
+
+        Args:
+            wait: return only when the checkpoint is published, and raise if it is not.
+            check_replicas: compare tensors of which only one rank's copy is kept between ranks, as
+                the first save does; a difference fails the save with `ReplicasDiffer`. Values that
+                are no tensors are always compared.
         """
         self._finish_in_flight()
+        if check_replicas:
+            self._planner.check_tensors_once()
         if self._closed:
             raise SaveFailed(self._root.location, "this Checkpointer is closed")
         if self._lineage is None:

@@ -68,6 +68,7 @@ class CheckFreqReader(StorageReader):
         allow_dtype_cast: convert tensors that were saved with another dtype; otherwise they are
             an error.
         threads: reads at once.
+        known: what ``.metadata`` says, from `format.metadata.load`, if the caller has read it.
         direct_io: None: past the page cache where the file system can; False: never.
 
     Attributes:
@@ -85,6 +86,7 @@ class CheckFreqReader(StorageReader):
         allow_pickle: bool = False,
         allow_dtype_cast: bool = False,
         threads: int = 2,
+        known: tuple[Metadata, Record | None] | None = None,
         direct_io: bool | None = None,
     ) -> None:
         super().__init__()
@@ -96,12 +98,14 @@ class CheckFreqReader(StorageReader):
         self._allow_pickle = allow_pickle
         self._allow_dtype_cast = allow_dtype_cast
         self._threads = threads
+        self._known = known
         self.reset()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new load, from ``checkpoint_id`` if given; all other options stay."""
         if checkpoint_id is not None:
             self._tier = open_tier(checkpoint_id, direct_io=self._direct_io)
+            self._known = None
         self._metadata = Metadata({})
         self._record: Record | None = None
         self.bytes_read = 0
@@ -116,6 +120,13 @@ class CheckFreqReader(StorageReader):
         """
         # DCP asks again with a rank when this failed, for checkpoints without a coordinator.
         rank = kwargs.get("rank")
+        metadata, self._record = self._known or self._read_metadata(rank)
+        if metadata.storage_meta is None:
+            metadata.storage_meta = StorageMeta()
+        metadata.storage_meta.load_id = names.new_attempt()
+        return metadata
+
+    def _read_metadata(self, rank: int | None) -> tuple[Metadata, Record | None]:
         name = names.METADATA if rank is None else f"__{rank}{names.METADATA}"
         try:
             content = self._tier.read(name)
@@ -124,11 +135,7 @@ class CheckFreqReader(StorageReader):
         except OSError as error:
             raise BrokenMetadata(self._tier.location, f"{name}: {error}") from error
         with collector_held():
-            metadata, self._record = metadata_format.load(content, self._tier.location)
-        if metadata.storage_meta is None:
-            metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = names.new_attempt()
-        return metadata
+            return metadata_format.load(content, self._tier.location)
 
     # DCP passes rank and use_collectives only to a parameter that is named `kwargs`.
     def set_up_storage_reader(

@@ -87,7 +87,7 @@ def make_envelope(dtype: torch.dtype, shape: tuple[int, ...]) -> Envelope:
 
 
 class Envelopes:
-    """A cache of envelopes. One instance per writer thread of control; not locked."""
+    """A cache of envelopes. May be shared by threads: at worst one is made twice."""
 
     def __init__(self) -> None:
         self._made: dict[tuple[torch.dtype, tuple[int, ...]], Envelope] = {}

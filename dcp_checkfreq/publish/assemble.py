@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import compress
+from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -18,41 +22,63 @@ from dcp_checkfreq.format.torch_private import StorageInfo
 from dcp_checkfreq.shards.layout import RankReport
 
 
-def planned(metadata: Metadata) -> Iterator[MetadataIndex]:
-    """Yield every item that the global plan says must be in the checkpoint."""
-    for key, kept in metadata.state_dict_metadata.items():
-        if isinstance(kept, TensorStorageMetadata):
-            for chunk in kept.chunks:
-                yield MetadataIndex(key, chunk.offsets)
-        else:
-            yield MetadataIndex(key)
-
-
 def assemble(metadata: Metadata, reports: Sequence[RankReport], where: str) -> Columns:
     """Fill in ``metadata.storage_data`` and return the columns that run parallel to it.
 
     Raises:
-        ItemsMissing: a planned item is in no report. ``where`` is named in it.
+        ItemsMissing: an item of the global plan is in no report. ``where`` is named in it.
     """
-    places: dict[MetadataIndex, tuple[RankReport, int]] = {}
+    entries: dict[MetadataIndex, StorageInfo] = {}
     for report in reports:
-        for position, index in enumerate(report.indices):
-            places[index] = (report, position)
-    missing = [index for index in planned(metadata) if index not in places]
+        entries.update(
+            zip(
+                report.indices,
+                map(StorageInfo, report.file_name, report.start, report.item_bytes),
+                strict=True,
+            )
+        )
+    if len(entries) != sum(len(report.indices) for report in reports):
+        # A planner let several ranks write the same item: the first of them counts.
+        return assemble(metadata, _each_once(reports), where)
+    written = {(index.fqn, index.offset) for index in entries}
+    missing = [item for item in _planned(metadata) if item not in written]
     if missing:
-        raise ItemsMissing(where, [_describe(index) for index in missing])
+        raise ItemsMissing(where, [_describe(*item) for item in missing])
     _share_equal_parts(metadata)
-    metadata.storage_data = {
-        index: StorageInfo(report.file_name[i], report.start[i], report.item_bytes[i])
-        for index, (report, i) in places.items()
-    }
-    items = places.values()
+    metadata.storage_data = entries
     return Columns(
-        payload_offset=[report.payload_offset[i] for report, i in items],
-        payload_bytes=[report.payload_bytes[i] for report, i in items],
-        block_bytes=[report.block_bytes[i] for report, i in items],
-        digests=[value for report, i in items for value in report.digests[i]],
+        payload_offset=[value for report in reports for value in report.payload_offset],
+        payload_bytes=[value for report in reports for value in report.payload_bytes],
+        block_bytes=[value for report in reports for value in report.block_bytes],
+        digests=[value for report in reports for digests in report.digests for value in digests],
     )
+
+
+def _planned(metadata: Metadata) -> Iterator[tuple[str, torch.Size | None]]:
+    """Yield key and offset of every item that the global plan says must be there."""
+    for key, kept in metadata.state_dict_metadata.items():
+        if isinstance(kept, TensorStorageMetadata):
+            for chunk in kept.chunks:
+                yield key, chunk.offsets
+        else:
+            yield key, None
+
+
+def _each_once(reports: Sequence[RankReport]) -> list[RankReport]:
+    seen: set[MetadataIndex] = set()
+    made = []
+    for report in reports:
+        first = []
+        for index in report.indices:
+            first.append(index not in seen)
+            seen.add(index)
+        columns: dict[str, Any] = {
+            field.name: list(compress(getattr(report, field.name), first))
+            for field in fields(report)
+            if field.name != "files"
+        }
+        made.append(replace(report, **columns))
+    return made
 
 
 def _share_equal_parts(metadata: Metadata) -> None:
@@ -73,5 +99,5 @@ def _share_equal_parts(metadata: Metadata) -> None:
             ]
 
 
-def _describe(index: MetadataIndex) -> str:
-    return index.fqn if index.offset is None else f"{index.fqn} at {list(index.offset)}"
+def _describe(key: str, offset: torch.Size | None) -> str:
+    return key if offset is None else f"{key} at {list(offset)}"

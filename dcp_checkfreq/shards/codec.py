@@ -136,21 +136,17 @@ def pieces(items: list[Item], placement: Placement) -> Iterator[memoryview]:
         tail = envelope.suffix
         end = start + len(envelope.prefix) + item.payload_bytes + len(tail)
         source = item.source
-        if not isinstance(source, memoryview):
-            source = dense(source)
-            yield from _digested(bytes_of(source), item)
-        else:
-            yield from _digested(source, item)
+        payload = source if isinstance(source, memoryview) else bytes_of(dense(source))
+        if item.payload_bytes > item.block:
+            yield from _digested(payload, item)
+        elif item.payload_bytes:
+            item.digests = [digest(payload)]
+            yield payload
     yield memoryview(tail + bytes(placement.size_bytes - end))
 
 
 def _digested(payload: memoryview, item: Item) -> Iterator[memoryview]:
     block, size = item.block, len(payload)
-    if size <= block:
-        if size:
-            item.digests = [digest(payload)]
-            yield payload
-        return
     digests: list[int] = []
     # Handed on in runs of whole blocks, so that small blocks do not make many small pieces.
     run = max(_RUN_BYTES // block, 1) * block

@@ -161,6 +161,19 @@ def plain_value_that_differs(shared):
 
 
 @job
+def replicas_that_drift_apart(shared):
+    """The first save compares tensors, later ones only when they are asked to."""
+    parts = {"w": torch.ones(100)}
+    said = []
+    with contextlib.suppress(Exception), Checkpointer(shared / "drift", parts, every=1000) as ckpt:
+        for step, options in enumerate([{}, {}, {"check_replicas": True}, {}], start=1):
+            ckpt.after_step(step)
+            said.append(caught(lambda options=options: ckpt.save(wait=True, **options)))
+            parts["w"].fill_(dist.get_rank())
+    return said
+
+
+@job
 def saves_beside_collectives(shared):
     """Every step does collectives on the default group while saves run in the background."""
     rank, world = dist.get_rank(), dist.get_world_size()

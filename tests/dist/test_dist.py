@@ -25,6 +25,7 @@ FIRST_ON_FOUR = [
     "train_ddp",
     "per_rank_values",
     "plain_value_that_differs",
+    "replicas_that_drift_apart",
     "saves_beside_collectives",
     "abandoned_branch",
     "damage_that_one_rank_reads",
@@ -139,6 +140,13 @@ def test_a_plain_value_that_differs_fails_the_save_by_name(four):
     for error in values(four["plain_value_that_differs"]):
         assert error[0] == "ReplicasDiffer"
         assert "seed" in error[1]
+
+
+def test_tensors_that_drift_apart_are_found_when_the_save_is_asked_to_look(four):
+    for first, unasked, asked, later in values(four["replicas_that_drift_apart"]):
+        assert (first, unasked, later) == (None, None, None)
+        assert asked[0] == "ReplicasDiffer"
+        assert ": w. " in asked[1]
 
 
 def test_per_rank_values_come_back_to_their_ranks(four, two, four_again):

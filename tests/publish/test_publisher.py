@@ -228,3 +228,16 @@ def test_a_rank_without_items_is_fine():
     metadata = two_chunks()
     assemble(metadata, [rank_report("a", []), rank_report("b", INDICES)], "/runs/step_1")
     assert len(metadata.storage_data) == 3
+
+
+def test_an_item_that_is_written_twice_counts_once_and_its_columns_stay_in_step():
+    """A planner may let two ranks write a replicated item, or one rank write it twice."""
+    w0, w2, n = INDICES
+    reports = [rank_report("a", [w0, n, n]), rank_report("b", [n, w2]), rank_report("c", [w2, w0])]
+    metadata = two_chunks()
+    columns = assemble(metadata, reports, "here")
+    assert list(metadata.storage_data) == [w0, n, w2]
+    assert [info.relative_path for info in metadata.storage_data.values()] == ["a", "a", "b"]
+    assert [info.offset for info in metadata.storage_data.values()] == [0, 100, 100]
+    assert list(columns.payload_offset) == [64, 164, 164]
+    assert list(columns.digests) == [hash(index) % 1000 for index in (w0, n, w2)]
