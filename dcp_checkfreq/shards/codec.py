@@ -157,4 +157,4 @@ def _digested(payload: memoryview, item: Item) -> Iterator[memoryview]:
     item.digests = digests
 
 
-_RUN_BYTES = 4 << 20  # fits the cache between digest and copy
+_RUN_BYTES = 1 << 20  # stays in the second-level cache between digest and copy

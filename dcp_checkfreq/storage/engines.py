@@ -23,8 +23,8 @@ _MAX_IN_FLIGHT = 2  # batches per file: one under way, one waiting so that the d
 _MAX_VECTORS = 1000  # the kernel takes 1024
 # From here on a piece is written from where it lies, if it is aligned; smaller ones are gathered.
 _IN_PLACE_FROM_BYTES = 128 << 10
-# A copy under the GIL of this size takes about 0.1 ms, far less than getting the GIL back.
-_COPY_WITHOUT_GIL_FROM_BYTES = 2 << 20
+# Shorter copies take less than getting the GIL back after them.
+_COPY_WITHOUT_GIL_FROM_BYTES = 512 << 10
 
 _SYNC_FILE_RANGE_WRITE = 2
 _libc = ctypes.CDLL(None, use_errno=True)
