@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -107,7 +107,7 @@ class Stager:
         lease = self._pool.lease(survey.size_bytes)
         try:
             with collector_held():
-                staged = _Staged(self._copy(state_dict, survey, lease.memory))
+                staged = _Staged(self._copy(state_dict, survey, lease))
         except (TypeError, RecursionError, copy.Error) as error:
             lease.release()
             raise SnapshotFailed(f"a value of the state cannot be copied: {error}") from error
@@ -118,12 +118,25 @@ class Stager:
         weakref.finalize(staged, lease.release).atexit = False
         return staged
 
-    def _copy(
-        self, state_dict: dict[str, Any], survey: _Survey, memory: torch.Tensor
-    ) -> dict[str, Any]:
-        places = [_place(memory, item) for item in survey.copies]
+    def _copy(self, state_dict: dict[str, Any], survey: _Survey, lease: Lease) -> dict[str, Any]:
+        parts = _Parts(lease)
+        places = [parts.place(item) for item in survey.copies]
         on_device = copy_tensors([item.source for item in survey.copies], places)
-        staged = {key: _rebuilt(value, survey, places) for key, value in state_dict.items()}
+
+        def rebuilt(value: Any) -> Any:
+            """Return the same nesting of mappings and lists, with tensors in the buffer."""
+            if isinstance(value, DTensor):
+                return parts.like(value, survey.copies[survey.position[id(value)]])
+            if isinstance(value, torch.Tensor):
+                return places[survey.position[id(value)]]
+            if isinstance(value, Mapping):
+                return {key: rebuilt(inner) for key, inner in value.items()}
+            if isinstance(value, list):
+                return [rebuilt(inner) for inner in value]
+            return _own_copy(value)
+
+        staged = {key: rebuilt(value) for key, value in state_dict.items()}
+        lease.tensors = parts.used
         if on_device:
             torch.accelerator.current_stream().synchronize()
         return staged
@@ -139,17 +152,6 @@ class Stager:
         lease, self._lease = self._lease, None
         if lease is not None:
             lease.release()
-
-
-def _rebuilt(value: Any, survey: _Survey, places: list[torch.Tensor]) -> Any:
-    """Return the same nesting of mappings and lists, with tensors in the buffer."""
-    if isinstance(value, torch.Tensor):
-        return _like(value, places[survey.position[id(value)]])
-    if isinstance(value, Mapping):
-        return {key: _rebuilt(inner, survey, places) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_rebuilt(inner, survey, places) for inner in value]
-    return _own_copy(value)
 
 
 def _own_copy(value: Any) -> Any:
@@ -175,22 +177,39 @@ def _own_copy(value: Any) -> Any:
     return copy.deepcopy(value, memo)  # takes what is in its memo as copied already
 
 
-def _place(memory: torch.Tensor, item: _Copy) -> torch.Tensor:
-    source = item.source
-    if not source.nbytes:
-        return torch.empty(source.shape, dtype=source.dtype)
-    flat = memory[item.offset : item.offset + source.nbytes]
-    return flat.view(source.dtype).view(source.shape)
+class _Parts:
+    """Tensors that are parts of the buffer: those of the snapshot before, where they fit."""
 
+    def __init__(self, lease: Lease) -> None:
+        self._memory = lease.memory
+        self._before = lease.tensors
+        self.used: dict[Hashable, torch.Tensor] = {}
 
-def _like(tensor: torch.Tensor, copied: torch.Tensor) -> torch.Tensor:
-    if isinstance(tensor, DTensor):
-        return DTensor.from_local(
-            copied,
-            tensor.device_mesh,
-            tensor.placements,
-            run_check=False,
-            shape=tensor.shape,
-            stride=tensor.stride(),
-        )
-    return copied
+    def place(self, item: _Copy) -> torch.Tensor:
+        """Return the tensor that the copy goes into."""
+        source = item.source
+        key = (item.offset, source.dtype, source.shape)
+        part = self._before.get(key)
+        if part is None:
+            flat = self._memory[item.offset : item.offset + source.nbytes]
+            part = flat.view(source.dtype).view(source.shape)
+        self.used[key] = part
+        return part
+
+    def like(self, tensor: DTensor, item: _Copy) -> torch.Tensor:
+        """Return a DTensor like ``tensor`` whose local shard is where the copy goes."""
+        local = self.place(item)
+        layout = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        key = (item.offset, local.dtype, local.shape, layout)
+        part = self._before.get(key)
+        if part is None:
+            part = DTensor.from_local(
+                local,
+                tensor.device_mesh,
+                tensor.placements,
+                run_check=False,
+                shape=tensor.shape,
+                stride=tensor.stride(),
+            )
+        self.used[key] = part
+        return part
