@@ -20,7 +20,6 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_checkfreq.errors import (
-    BadLocation,
     BrokenMetadata,
     BrokenShard,
     DtypeDiffers,
@@ -37,7 +36,7 @@ from dcp_checkfreq.shards.fetch import Fetcher
 from dcp_checkfreq.shards.read_plan import Want, round_to_blocks
 from dcp_checkfreq.shards.slices import span_of
 from dcp_checkfreq.shards.targets import BytesTarget, Target, TensorTarget
-from dcp_checkfreq.storage.open import Location, open_tier
+from dcp_checkfreq.storage.open import Location, can_open, open_tier
 
 
 @dataclass(slots=True)
@@ -181,17 +180,17 @@ class CheckFreqReader(StorageReader):
 
     def _jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Job]:
         entries: dict[MetadataIndex, StorageInfo] = self._metadata.storage_data
-        numbers = {index: number for number, index in enumerate(entries)}
+        places = dict(zip(entries, enumerate(entries.values()), strict=True))
         starts = digest_starts(self._record.columns) if self._record else []
         jobs: list[_Job] = []
         differing: list[str] = []
         for request in plan.items:
-            info = entries.get(request.storage_index)
-            if info is None:
+            place = places.get(request.storage_index)
+            if place is None:
                 raise BrokenMetadata(
                     self._tier.location, f"it does not say where {request.storage_index} is"
                 )
-            number = numbers[request.storage_index]
+            number, info = place
             payload = (info.offset, info.length, 0)
             digests: Sequence[int] = ()
             if self._record is not None:
@@ -306,11 +305,7 @@ class CheckFreqReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether this reader could load from ``checkpoint_id``."""
-        try:
-            open_tier(checkpoint_id)
-        except BadLocation:
-            return False
-        return True
+        return can_open(checkpoint_id)
 
 
 def _byte_job(

@@ -20,9 +20,7 @@ from torch.futures import Future
 
 from dcp_checkfreq import version
 from dcp_checkfreq.errors import (
-    BadLocation,
     CheckpointExists,
-    LoadFailed,
     PublishUnknown,
     UnsupportedOption,
     WriteFailed,
@@ -35,11 +33,12 @@ from dcp_checkfreq.publish.assemble import assemble
 from dcp_checkfreq.publish.phases import Event, Phase, advance, may_delete
 from dcp_checkfreq.publish.publisher import publish
 from dcp_checkfreq.publish.turn import Turn
+from dcp_checkfreq.recovery.clean import named_files
 from dcp_checkfreq.shards.assign import Placement
 from dcp_checkfreq.shards.codec import Item, pieces
 from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve
 from dcp_checkfreq.snapshot.stager import Stager
-from dcp_checkfreq.storage.open import Location, open_tier
+from dcp_checkfreq.storage.open import Location, can_open, open_tier
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
@@ -212,7 +211,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             )
             with collector_held():
                 content = metadata_format.dump(metadata, record)
-            replaced = _files_named_in(self._tier) if self._overwrite else set()
+            replaced = (named_files(self._tier) or set()) if self._overwrite else set()
             publish(self._tier, content, attempt=self._attempt, overwrite=self._overwrite)
         except PublishUnknown:
             self._phase = advance(self._phase, Event.NO_ANSWER)
@@ -275,11 +274,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether this writer could save to ``checkpoint_id``."""
-        try:
-            open_tier(checkpoint_id)
-        except BadLocation:
-            return False
-        return True
+        return can_open(checkpoint_id)
 
     # --- the stager's face ---
 
@@ -303,12 +298,3 @@ def _is_published(tier: Tier) -> bool:
     except FileNotFoundError:
         return False
     return True
-
-
-def _files_named_in(tier: Tier) -> set[str]:
-    """Return the shard files of the checkpoint in the folder; none if it has no readable one."""
-    try:
-        metadata, _ = metadata_format.load(tier.read(names.METADATA), tier.location)
-    except (FileNotFoundError, LoadFailed):
-        return set()
-    return {info.relative_path for info in (metadata.storage_data or {}).values()}

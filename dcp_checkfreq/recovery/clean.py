@@ -43,7 +43,7 @@ def clean_root(root: Tier, *, now_s: float, grace_s: float = GRACE_S) -> list[st
         if names.parse_step(entry.name) is None or not entry.is_folder:
             continue
         folder = root.child(entry.name)
-        named = _named(folder)
+        named = named_files(folder)
         if named is None:
             continue
         doomed = leftovers(folder.list(), named, before_s=now_s - grace_s)
@@ -58,7 +58,11 @@ def clean_root(root: Tier, *, now_s: float, grace_s: float = GRACE_S) -> list[st
     return removed
 
 
-def _named(folder: Tier) -> set[str] | None:
+def named_files(folder: Tier) -> set[str] | None:
+    """Return the files that the folder's ``.metadata`` names; none if there is no ``.metadata``.
+
+    None if it cannot be read: then nothing is known of the files, and none may go.
+    """
     try:
         metadata, _ = metadata_format.load(folder.read(names.METADATA), folder.location)
     except FileNotFoundError:
@@ -74,7 +78,7 @@ def delete_step(root: Tier, name: str) -> None:
     Files that ``.metadata`` does not name and that are not ours stay, and with them the folder.
     """
     folder = root.child(name)
-    named = _named(folder)
+    named = named_files(folder)
     if named is None:
         return
     folder.delete(names.METADATA)

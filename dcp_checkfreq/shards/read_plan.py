@@ -59,7 +59,12 @@ def windows(wants: Sequence[Want], *, max_bytes: int, max_gap_bytes: int) -> lis
     Every byte of every want is in exactly one window.
     """
     room = max_bytes - 2 * PAGE_BYTES
-    parts = [part for want in wants for part in split(want, room)]
+    parts: list[Want] = []
+    for want in wants:
+        if 0 < want.stop - want.start <= room:
+            parts.append(want)
+        else:
+            parts += split(want, room)
     parts.sort(key=lambda part: (part.file, part.payload_offset + part.start))
     made: list[Window] = []
     group: list[Want] = []

@@ -37,6 +37,8 @@ def span_of(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
     Raises:
         ValueError: the box is not inside the chunk.
     """
+    if lengths == shape and not any(offsets) and len(offsets) == len(shape):
+        return Span(0, math.prod(shape), dense=True)
     if not len(shape) == len(offsets) == len(lengths) or any(
         start < 0 or length < 0 or start + length > size
         for size, start, length in zip(shape, offsets, lengths, strict=True)
@@ -45,8 +47,6 @@ def span_of(shape: Sequence[int], offsets: Sequence[int], lengths: Sequence[int]
     count = math.prod(lengths)
     if count == 0:
         return Span(0, 0, dense=True)
-    if tuple(lengths) == tuple(shape):
-        return Span(0, count, dense=True)
     strides = strides_of(shape)
     start = sum(at * step for at, step in zip(offsets, strides, strict=True))
     last = start + sum((n - 1) * step for n, step in zip(lengths, strides, strict=True))

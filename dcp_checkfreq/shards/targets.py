@@ -30,7 +30,7 @@ class TensorTarget:
         self, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, span: Span
     ) -> None:
         self._tensor = tensor.detach()
-        self._strides = strides_of(shape)
+        self._shape = shape
         self._start_bytes = span.start * dtype.itemsize
         self._stop_bytes = span.stop * dtype.itemsize
         self._missing_bytes = self._stop_bytes - self._start_bytes
@@ -58,7 +58,7 @@ class TensorTarget:
             self._missing_bytes -= stop - start
             done = not self._missing_bytes
         if done and self._scratch is not None:
-            box = self._scratch.as_strided(self._tensor.shape, self._strides)
+            box = self._scratch.as_strided(self._tensor.shape, strides_of(self._shape))
             self._tensor.copy_(box)
             self._scratch = None
 

@@ -50,3 +50,12 @@ def open_tier(location: Location, *, direct_io: bool | None = None) -> Tier:
     raise BadLocation(
         text, f"{url[1]}:// is not supported in this version: only local paths and file://"
     )
+
+
+def can_open(location: Location) -> bool:
+    """Tell whether `open_tier` would take it."""
+    try:
+        open_tier(location)
+    except BadLocation:
+        return False
+    return True
