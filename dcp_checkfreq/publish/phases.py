@@ -44,7 +44,8 @@ def advance(phase: Phase, event: Event) -> Phase:
         AssertionError: no such move; it would be a bug of this package.
     """
     following = NEXT.get((phase, event))
-    assert following is not None, f"{event.name} cannot happen in {phase.name}"
+    if following is None:  # raised, not asserted: it must hold under `python -O` too
+        raise AssertionError(f"{event.name} cannot happen in {phase.name}")
     return following
 
 
