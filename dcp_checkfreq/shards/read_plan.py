@@ -65,7 +65,7 @@ def windows(wants: Sequence[Want], *, max_bytes: int, max_gap_bytes: int) -> lis
             parts.append(want)
         else:
             parts += split(want, room)
-    parts.sort(key=lambda part: (part.file, part.payload_offset + part.start))
+    parts.sort(key=lambda p: (p.file, p.payload_offset + p.start, p.payload_offset + p.stop))
     made: list[Window] = []
     group: list[Want] = []
     file, start, stop = "", 0, 0

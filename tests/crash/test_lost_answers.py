@@ -34,9 +34,19 @@ def shards_of_step_2(root):
 
 def test_a_commit_whose_answer_is_lost_but_is_seen_to_be_there_is_a_success():
     root = root_with_step_1()
-    tier = FaultyTier(root, [Fault(verb="create", name=".metadata", lost_answer=True)])
+    lost = Fault(verb="create", name=".metadata", error=errno.ETIMEDOUT, lost_answer=True)
+    tier = FaultyTier(root, [lost])
     save(tier, 2, threads=3)
     assert tier.struck == 1
+    assert newest(root, depth="digest") == 2
+
+
+def test_an_io_error_in_the_commit_is_unknown_although_the_record_is_seen():
+    """Only a sync could tell that it is durable, and after an I/O error its word is worth little."""
+    root = root_with_step_1()
+    tier, error = fails(root, Fault(verb="create", error=errno.EIO, lost_answer=True))
+    assert type(error) is PublishUnknown
+    assert "delete" not in {verb for verb, _ in tier.calls}
     assert newest(root, depth="digest") == 2
 
 
