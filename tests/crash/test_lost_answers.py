@@ -42,7 +42,7 @@ def test_a_commit_whose_answer_is_lost_but_is_seen_to_be_there_is_a_success():
 
 
 def test_an_io_error_in_the_commit_is_unknown_although_the_record_is_seen():
-    """Only a sync could tell that it is durable, and after an I/O error its word is worth little."""
+    """Only a sync could tell that it is durable; after an I/O error its word is worth little."""
     root = root_with_step_1()
     tier, error = fails(root, Fault(verb="create", error=errno.EIO, lost_answer=True))
     assert type(error) is PublishUnknown
