@@ -287,8 +287,8 @@ class Checkpointer:
         Args:
             wait: return only when the checkpoint is published, and raise if it is not.
             check_replicas: compare tensors of which only one rank's copy is kept between ranks, as
-                the first save does; a difference fails the save with `ReplicasDiffer`. Values that
-                are no tensors are always compared.
+                the first save does; a difference fails this save, and those after it until one
+                passes, with `ReplicasDiffer`. Small tensors and other values are always compared.
         """
         self._finish_in_flight()
         if check_replicas:
