@@ -55,6 +55,12 @@ def assign_files(payload_bytes: Sequence[int], max_files: int) -> list[list[int]
     return [sorted(member) for member in members if member]
 
 
+def next_place(end: int, payload_bytes: int) -> int:
+    """Return the first offset from ``end`` on at which a payload of this size may start."""
+    align = PAGE_BYTES if payload_bytes >= PAGE_ALIGNED_FROM_BYTES else SMALL_ALIGN_BYTES
+    return -(-end // align) * align
+
+
 def place(items: Sequence[int], extents: Sequence[Extent]) -> Placement:
     """Return where ``items`` go in one file, in that order.
 
@@ -65,9 +71,7 @@ def place(items: Sequence[int], extents: Sequence[Extent]) -> Placement:
     end = 0
     for item in items:
         extent = extents[item]
-        large = extent.payload_bytes >= PAGE_ALIGNED_FROM_BYTES
-        align = PAGE_BYTES if large else SMALL_ALIGN_BYTES
-        payload_at = -(-(end + extent.prefix_bytes) // align) * align
+        payload_at = next_place(end + extent.prefix_bytes, extent.payload_bytes)
         start = payload_at - extent.prefix_bytes
         starts.append(start)
         end = payload_at + extent.payload_bytes + extent.suffix_bytes

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-PAGE_BYTES = 4096
+from dcp_checkfreq.shards.assign import PAGE_BYTES
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,7 @@ class HostPool:
         while self._lease is not None:
             worker = self._lease.worker
             if worker is not None and not worker.is_alive():
-                self._tensors = self._lease.tensors
-                self._lease = None
+                self._end(self._lease)
                 return
             if not collected:
                 collected = True
@@ -104,9 +103,12 @@ class HostPool:
     def _give_back(self, lease: Lease) -> None:
         with self._free:
             if self._lease is lease:
-                self._tensors = lease.tensors
-                self._lease = None
+                self._end(lease)
                 self._free.notify_all()
+
+    def _end(self, lease: Lease) -> None:
+        self._tensors = lease.tensors
+        self._lease = None
 
     def drop(self) -> None:
         """Free the memory if no one has leased it."""

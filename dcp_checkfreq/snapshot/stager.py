@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import SnapshotFailed, UnsupportedState
 from dcp_checkfreq.garbage import collector_held
-from dcp_checkfreq.shards.assign import PAGE_ALIGNED_FROM_BYTES, PAGE_BYTES, SMALL_ALIGN_BYTES
+from dcp_checkfreq.shards.assign import next_place
 from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, memory_of
 from dcp_checkfreq.snapshot.copies import copy_tensors
 from dcp_checkfreq.snapshot.pool import PROCESS_POOL, HostPool, Lease
@@ -71,9 +71,8 @@ class _Survey:
         position = self._known.get(identity)
         if position is None:
             position = self._known[identity] = len(self.copies)
-            large = local.nbytes >= PAGE_ALIGNED_FROM_BYTES
-            align = PAGE_BYTES if large else SMALL_ALIGN_BYTES
-            offset = -(-self.size_bytes // align) * align
+            # As in the file, so that large parts can be written from where they lie.
+            offset = next_place(self.size_bytes, local.nbytes)
             self.copies.append(_Copy(local, offset))
             self.size_bytes = offset + local.nbytes
         self.position[id(tensor)] = position
