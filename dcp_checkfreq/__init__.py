@@ -28,6 +28,9 @@ if TYPE_CHECKING:
         CheckpointExists as CheckpointExists,
     )
     from dcp_checkfreq.errors import (
+        DataStateError as DataStateError,
+    )
+    from dcp_checkfreq.errors import (
         DtypeDiffers as DtypeDiffers,
     )
     from dcp_checkfreq.errors import (
@@ -50,6 +53,9 @@ if TYPE_CHECKING:
     )
     from dcp_checkfreq.errors import (
         RecoveryFailed as RecoveryFailed,
+    )
+    from dcp_checkfreq.errors import (
+        RankLost as RankLost,
     )
     from dcp_checkfreq.errors import (
         ReplicasDiffer as ReplicasDiffer,
@@ -111,6 +117,7 @@ _HOMES = {
         "BrokenShard",
         "CheckFreqError",
         "CheckpointExists",
+        "DataStateError",
         "DtypeDiffers",
         "ItemsMissing",
         "LoadFailed",
@@ -119,6 +126,7 @@ _HOMES = {
         "PlanCacheStale",
         "PublishUnknown",
         "RecoveryFailed",
+        "RankLost",
         "ReplicasDiffer",
         "RootDiffers",
         "SaveFailed",

@@ -12,6 +12,7 @@
     |   |-- ReplicasDiffer       ranks hold different values under one key; not published
     |   |-- PlanCacheStale       ranks disagree about the cached plan; not published, plan again
     |   |-- PublishUnknown       the commit got no answer; nothing was deleted
+    |   |-- RankLost             another rank did not answer; no further save is possible
     |   `-- TooManyFailures      several saves in a row failed
     |-- LoadFailed               nothing usable was loaded; the text says if targets were touched
     |   |-- BrokenMetadata       `.metadata` is missing, cut short, damaged or not a checkpoint's
@@ -20,11 +21,12 @@
     |   |-- DtypeDiffers         saved and wanted dtypes differ
     |   |-- UnsafePickle         a byte item needs code to unpickle; it was not run
     |   `-- StateMismatch        the checkpoint and the state to restore do not fit together
-    `-- RecoveryFailed           no checkpoint was chosen; storage is untouched
-        |-- StepNotFound         the step that was asked for is not there or not whole
-        |-- NoValidCheckpoint    checkpoints are there, none is whole
-        |-- StepsExist           a fresh run would write among another run's steps
-        `-- RootDiffers          the ranks do not see the same root
+    |-- RecoveryFailed           no checkpoint was chosen; storage is untouched
+    |   |-- StepNotFound         the step that was asked for is not there or not whole
+    |   |-- NoValidCheckpoint    checkpoints are there, none is whole
+    |   |-- StepsExist           a fresh run would write among another run's steps
+    |   `-- RootDiffers          the ranks do not see the same root
+    `-- DataStateError           a data position does not fit the data; the loader is unchanged
 
 Ranks gather errors by pickle, so fields are positional and the text is made in ``__str__``.
 """
@@ -185,6 +187,15 @@ class PublishUnknown(SaveFailed):
         )
 
 
+class RankLost(SaveFailed):
+    """Another rank did not answer within the timeout. The ranks cannot agree on saves any more.
+
+    Earlier checkpoints are untouched. Raised whatever ``on_error`` says: restart the job.
+    """
+
+    exit_code = 28
+
+
 class TooManyFailures(SaveFailed):
     """Several saves in a row failed. The last published checkpoint is untouched."""
 
@@ -305,3 +316,16 @@ class RootDiffers(RecoveryFailed):
     """The ranks do not see the same root, so no checkpoint of theirs could ever be whole."""
 
     exit_code = 44
+
+
+class DataStateError(CheckFreqError, ValueError):
+    """A saved data position does not fit the data at hand. The loader keeps what it had."""
+
+    exit_code = 50
+
+    def __init__(self, what: str, why: str) -> None:
+        super().__init__(what, why)
+        self.what, self.why = what, why
+
+    def __str__(self) -> str:
+        return f"{self.what}: {self.why}. The loader was left as it is"

@@ -31,6 +31,7 @@ LEVELS = {
     "publish": 3,
     "recovery": 3,
     "snapshot": 3,
+    "gate": 3,
     "testing": 3,  # public test tools: may use all that is below the writer and reader
     "writer": 4,
     "reader": 4,

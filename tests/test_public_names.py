@@ -33,6 +33,7 @@ PUBLIC = {
     "ReplicasDiffer",
     "PlanCacheStale",
     "PublishUnknown",
+    "RankLost",
     "TooManyFailures",
     "LoadFailed",
     "BrokenMetadata",
@@ -46,6 +47,7 @@ PUBLIC = {
     "NoValidCheckpoint",
     "StepsExist",
     "RootDiffers",
+    "DataStateError",
 }
 
 
