@@ -1,0 +1,24 @@
+"""Data loaders that go on exactly where training stopped.
+
+Names are resolved when they are first used, so that NumPy, DALI and pyarrow are only imported by
+those who use them.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import Any
+
+_HOMES: dict[str, str] = {
+    "Cursor": "data.cursor",
+    "DataStateError": "errors",
+}
+
+__all__ = sorted(_HOMES)
+
+
+def __getattr__(name: str) -> Any:
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"dcp_checkfreq.{home}"), name)

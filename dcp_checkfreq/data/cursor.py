@@ -1,0 +1,145 @@
+"""The position of one loader: moved as batches are handed out, saved as one entry of JSON."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dcp_checkfreq.data.position import (
+    Deal,
+    Fingerprint,
+    OnMismatch,
+    Position,
+    Share,
+    Step,
+    accept,
+    encode,
+    short_id,
+)
+from dcp_checkfreq.errors import DataStateError
+
+_log = logging.getLogger(__name__)
+
+_ENTRY = "state"
+
+
+class Cursor:
+    """Where a loader is. Not thread-safe: used by the thread that takes batches.
+
+    The state is global, so all ranks save the same, and it loads on any number of ranks. No
+    collective is needed to compare ranks: they load one checkpoint, and `Checkpointer` compares
+    what they save.
+
+    Args:
+        deal: how batches are dealt out.
+        rank: data-parallel rank of this process.
+        seed: of the order and of the samples' randomness, in ``[0, 2**64)``.
+        order: name and version of the order, for the fingerprint.
+        dataset_id: what the data is, in the user's words; put versions of transforms into it.
+        what: names the loader in messages.
+        on_mismatch: what `load_state_dict` does by default.
+    """
+
+    def __init__(
+        self,
+        deal: Deal,
+        rank: int,
+        *,
+        seed: int,
+        order: str,
+        dataset_id: str = "",
+        what: str = "data loader",
+        on_mismatch: OnMismatch = "error",
+    ) -> None:
+        if not 0 <= rank < deal.world_size:
+            raise ValueError(f"rank must be in [0, {deal.world_size}), got {rank}")
+        if type(seed) is not int or not 0 <= seed < 1 << 64:
+            raise ValueError(f"seed must be a whole number in [0, 2**64), got {seed!r}")
+        self.deal = deal
+        self.rank = rank
+        self.seed = seed
+        self._fingerprint = Fingerprint(
+            length=deal.length,
+            seed=seed,
+            order=order,
+            last=deal.last,
+            dataset=short_id(dataset_id),
+            global_batch=deal.global_batch,
+        )
+        self._what = what
+        self._on_mismatch = on_mismatch
+        self.position = Position()
+        self.valid = 0
+        # Counts whoever takes over: an iterator made before that is stale.
+        self.generation = 0
+
+    def begin(self) -> int:
+        """Let a new iterator take over; return the generation that it belongs to."""
+        self.generation += 1
+        return self.generation
+
+    def check(self, generation: int) -> None:
+        """Raise RuntimeError if the iterator of this generation may not go on."""
+        if generation != self.generation:
+            raise RuntimeError(
+                f"{self._what}: this iterator is stale, because a state was loaded or a newer "
+                "iterator was made since. Take a new one"
+            )
+
+    def plan(self) -> Iterator[tuple[Step, Share]]:
+        """Yield the steps that are left of this epoch, with this rank's share. Moves nothing."""
+        at = self.position
+        epoch = at.epoch
+        while at.epoch == epoch:
+            step = self.deal.step(at)
+            if step is None:
+                return
+            yield step, self.deal.share(step, self.rank)
+            at = step.after
+
+    def handed_out(self, step: Step, share: Share) -> None:
+        """Count a batch: call it as the training loop gets it, not when it is fetched."""
+        self.position = step.after
+        self.valid = share.valid
+
+    def end_epoch(self, epoch: int) -> None:
+        """Move to the next epoch, if ``epoch`` is still the present one (its rest is dropped)."""
+        if self.position.epoch == epoch:
+            self.position = Position(epoch + 1, 0)
+
+    def steps_left(self) -> int:
+        """Return how many steps this epoch still has."""
+        return self.deal.steps_left(self.position)
+
+    def state_dict(self) -> dict[str, str]:
+        """Return one entry of JSON. It loads at any length, also from versions to come."""
+        return {_ENTRY: encode(self.position, self._fingerprint)}
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, on_mismatch: OnMismatch | None = None
+    ) -> None:
+        """Go on from a saved state; iterators made before become stale.
+
+        Raises:
+            DataStateError: it does not fit. The position is as it was.
+        """
+        accepted = accept(
+            _entry(state, self._what),
+            self._fingerprint,
+            what=self._what,
+            on_mismatch=on_mismatch or self._on_mismatch,
+        )
+        for text in accepted.warnings:
+            _log.warning("%s", text)
+        for text in accepted.notes:
+            _log.info("%s", text)
+        self.position = accepted.position
+        self.valid = 0
+        self.generation += 1
+
+
+def _entry(state: object, what: str) -> object:
+    if not isinstance(state, Mapping) or _ENTRY not in state:
+        raise DataStateError(what, f"the saved state has no {_ENTRY!r}: {state!r:.200}")
+    return state[_ENTRY]
