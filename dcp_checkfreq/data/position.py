@@ -203,7 +203,7 @@ def short_id(dataset_id: str) -> str:
 
 
 def encode(position: Position, fingerprint: Fingerprint) -> str:
-    """Return the state as JSON, under 250 bytes and under 200 for ids of up to 16 characters."""
+    """Return the state as JSON: under 200 bytes for up to a billion items."""
     state = {"format": FORMAT, **asdict(position), **asdict(fingerprint)}
     return json.dumps(state, separators=(",", ":"))
 
