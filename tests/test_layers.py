@@ -51,6 +51,8 @@ PURE = {
     "format/names",
     "format/index",
     "format/digest",
+    "policy/costs",
+    "policy/interval",
     "policy/retention",
     "publish/phases",
     "recovery/plan",

@@ -1,0 +1,229 @@
+"""The checkpoint interval k from costs and budget; what it means for a crash. Pure.
+
+After CheckFreq (Mohan, Phanishayee, Chidambaram, FAST '21), section 4, "Checkpointing policy":
+the shortest interval in which a save is finished before the next one starts, and whose overhead
+stays within the budget p.
+"""
+
+from __future__ import annotations
+
+import enum
+import math
+from dataclasses import dataclass
+
+from dcp_checkfreq.policy.costs import Costs
+
+# No interval is longer, whatever was measured: a broken clock must not end checkpointing.
+MAX_INTERVAL_STEPS = 1_000_000
+# A shorter iteration is taken for a broken measurement.
+SHORTEST_ITERATION_S = 1e-6
+# 20 iterations that add up to 20.000000001 are 20.
+_NOISE = 1e-9
+
+
+class Mode(str, enum.Enum):
+    """Where the snapshot goes, and whether the next iteration runs meanwhile."""
+
+    GPU = "gpu"  # into free GPU memory, beside the next forward and backward
+    CPU = "cpu"  # into host memory, beside the next forward and backward
+    BLOCKING = "blocking"  # into host memory inside `after_step`; nothing runs meanwhile
+
+
+def stall_s(costs: Costs, mode: Mode) -> float:
+    """Return how long the training loop stands still for one save, in seconds (To).
+
+    An overlapped copy has until the next weight update: ``max(0, Tc - (Ti - Tw))``. The paper
+    counts all of Tg for a copy on the GPU, because it makes that copy before the next iteration
+    starts. Ours runs on a stream of its own under the same guard as the copy to the host, so the
+    same formula holds with Tg.
+
+    Raises:
+        ValueError: mode GPU without a measured ``snapshot_gpu_s``.
+    """
+    if mode is Mode.BLOCKING:
+        return _duration(costs.snapshot_cpu_s)
+    return max(0.0, _copy_s(costs, mode) - _time_to_update(costs))
+
+
+def choose_mode(costs: Costs, headroom: float = 0.1) -> Mode:
+    """Return GPU if the snapshot fits there and stalls the loop less, else CPU.
+
+    It fits if m is at most the free GPU memory less ``headroom`` (a share of it), which is left to
+    the peaks that were not seen. A copy that stalls no less than the one to the host is not worth
+    the memory.
+
+    Raises:
+        ValueError: ``headroom`` is outside [0, 1).
+    """
+    if not 0 <= headroom < 1:
+        raise ValueError(f"headroom must be in [0, 1), got {headroom}")
+    if costs.snapshot_gpu_s is None or costs.gpu_total_bytes <= 0:
+        return Mode.CPU
+    fits = costs.state_bytes <= costs.gpu_free_bytes * (1 - headroom)
+    cheaper = stall_s(costs, Mode.GPU) < stall_s(costs, Mode.CPU)
+    return Mode.GPU if fits and cheaper else Mode.CPU
+
+
+def steps_for(finish_s: float, stall_s: float, iteration_s: float, max_overhead: float) -> int:
+    """Return the smallest k with ``finish_s <= k Ti`` and ``stall_s <= p k Ti``, at least 1.
+
+    At most `MAX_INTERVAL_STEPS`. Durations that are none (NaN, negative) count as 0, an iteration
+    that is none or shorter than a microsecond as a microsecond.
+
+    Args:
+        finish_s: what of the save is left when the loop goes on, until it is published.
+        stall_s: what the save costs the loop (To).
+        iteration_s: Ti.
+        max_overhead: p, in (0, 1].
+
+    Raises:
+        ValueError: ``max_overhead`` is outside (0, 1].
+    """
+    if not 0 < max_overhead <= 1:
+        raise ValueError(f"max_overhead must be in (0, 1], got {max_overhead}")
+    one = _iteration(iteration_s)
+    to_finish = _ceil(_duration(finish_s) / one)
+    to_afford = _ceil(_duration(stall_s) / (max_overhead * one))
+    return max(to_finish, to_afford, 1)
+
+
+def shortest_interval_steps(costs: Costs, mode: Mode, max_overhead: float) -> int:
+    """Return ``k = max(ceil((Tc + Ts - To) / Ti), ceil(To / (p Ti)), 1)``, in iterations.
+
+    It is the smallest interval that keeps two promises: a save is published before the next one
+    starts, and the loop stands still for at most the share p (0.035 means 3.5 %). In mode GPU the
+    host copy is still to come while persisting, so Tc counts there too. In 1 to
+    `MAX_INTERVAL_STEPS` whatever was measured, see `steps_for`.
+
+    Raises:
+        ValueError: ``max_overhead`` is outside (0, 1], or mode GPU without ``snapshot_gpu_s``.
+    """
+    stall = stall_s(costs, mode)
+    left = _duration(costs.snapshot_cpu_s) + _duration(costs.persist_s) - stall
+    return steps_for(left, stall, costs.iteration_s, max_overhead)
+
+
+def least_waste_interval_steps(cost_per_save_s: float, iteration_s: float, mtbf_s: float) -> int:
+    """Return the k that wastes least time on saves and on work lost by failures, to first order.
+
+    A save costs C every k iterations, a failure loses half an interval on average, so the waste is
+    ``C / (k Ti) + k Ti / (2 MTBF)``: least at ``k Ti = sqrt(2 C MTBF)`` (Young 1974, Daly 2006).
+    Of the two whole numbers beside it the better one is returned, in 1 to `MAX_INTERVAL_STEPS`.
+
+    Raises:
+        ValueError: ``mtbf_s`` is not a positive number.
+    """
+    check_mtbf(mtbf_s)
+    one = _iteration(iteration_s)
+    cost = _duration(cost_per_save_s)
+    exact = math.sqrt(2 * cost) * math.sqrt(mtbf_s) / one  # two roots: the product may overflow
+    if exact >= MAX_INTERVAL_STEPS:
+        return MAX_INTERVAL_STEPS
+    low = max(1, math.floor(exact))
+
+    def waste(k: int) -> float:
+        return cost / (k * one) + k * one / (2 * mtbf_s)
+
+    return low if waste(low) <= waste(low + 1) else low + 1
+
+
+def interval_steps(
+    costs: Costs, mode: Mode, max_overhead: float, mtbf_s: float | None = None
+) -> int:
+    """Return the shortest interval that the budget allows, or the one of least waste if longer.
+
+    Without ``mtbf_s`` (mean time between failures of the whole job, in seconds) it is the former.
+
+    Raises:
+        ValueError: see `shortest_interval_steps` and `least_waste_interval_steps`.
+    """
+    shortest = shortest_interval_steps(costs, mode, max_overhead)
+    if mtbf_s is None:
+        return shortest
+    return max(
+        shortest, least_waste_interval_steps(stall_s(costs, mode), costs.iteration_s, mtbf_s)
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """What an interval means for the run.
+
+    Attributes:
+        lost_work_s: expected work lost by one failure: half an interval, and the save in flight.
+        recovery_bound_s: at most this much is computed again after a failure, ``2 k Ti``.
+        overhead: share of training time spent on saves, ``To / (k Ti)``.
+        goodput: expected share of wall time that is training and not done twice, without the
+            time to detect a failure and to restart; None if the failure rate is not known.
+    """
+
+    lost_work_s: float
+    recovery_bound_s: float
+    overhead: float
+    goodput: float | None
+
+
+def forecast(
+    k: int, *, iteration_s: float, stall_s: float, finish_s: float, mtbf_s: float | None = None
+) -> Forecast:
+    """Return what to expect of a save every ``k`` iterations; to first order in the failure rate.
+
+    Args:
+        k: interval in iterations, at least 1.
+        iteration_s: Ti.
+        stall_s: what a save costs the loop (To).
+        finish_s: from the start of a save until it is published; counts up to one interval, as
+            the next save waits for it.
+        mtbf_s: mean time between failures of the job; None if not known.
+
+    Raises:
+        ValueError: ``k`` is less than 1, or ``mtbf_s`` is not a positive number.
+    """
+    if k < 1:
+        raise ValueError(f"an interval has at least one iteration, got {k}")
+    interval_s = k * _iteration(iteration_s)
+    lost_s = interval_s / 2 + min(_duration(finish_s), interval_s)
+    overhead = _duration(stall_s) / interval_s
+    goodput = None
+    if mtbf_s is not None:
+        check_mtbf(mtbf_s)
+        goodput = max(0.0, 1 - lost_s / mtbf_s) / (1 + overhead)
+    return Forecast(
+        lost_work_s=lost_s,
+        recovery_bound_s=2 * interval_s,
+        overhead=overhead,
+        goodput=goodput,
+    )
+
+
+def check_mtbf(mtbf_s: float) -> None:
+    """Raise ValueError unless ``mtbf_s`` is a positive finite number of seconds."""
+    if not (math.isfinite(mtbf_s) and mtbf_s > 0):
+        raise ValueError(f"mtbf_s must be a positive number of seconds, got {mtbf_s}")
+
+
+def _copy_s(costs: Costs, mode: Mode) -> float:
+    if mode is Mode.CPU:
+        return _duration(costs.snapshot_cpu_s)
+    if costs.snapshot_gpu_s is None:
+        raise ValueError("mode GPU, but no copy into GPU memory was measured")
+    return _duration(costs.snapshot_gpu_s)
+
+
+def _time_to_update(costs: Costs) -> float:
+    return max(0.0, _duration(costs.iteration_s) - _duration(costs.update_s))
+
+
+def _iteration(measured: float) -> float:
+    return max(_duration(measured), SHORTEST_ITERATION_S)
+
+
+def _duration(measured: float) -> float:
+    """Return a usable duration: NaN and negative values are 0, infinity is very long."""
+    if not measured > 0:  # also NaN
+        return 0.0
+    return min(measured, 1e15)
+
+
+def _ceil(steps: float) -> int:
+    return min(math.ceil(steps - _NOISE * max(1.0, steps)), MAX_INTERVAL_STEPS)
