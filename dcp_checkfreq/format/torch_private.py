@@ -6,15 +6,50 @@
 | `filesystem._StoragePrefix` | stock plans carry it, and old checkpoints may hold it |
 | `metadata._MEM_FORMAT_ENCODING` | part of every pickled `TensorProperties` |
 | `serialization._get_layout` | how torch pickles `torch.strided` |
+| `distributed_c10d._get_default_store` | there is no public way to the store of all ranks |
+| `Tensor._version` | the only sign that a tensor was changed in place while it was being copied |
 
 `tests/format/test_torch_private.py` notices when one of them goes.
 """
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
+from torch.distributed.distributed_c10d import _get_default_store as get_default_store
 from torch.serialization import _get_layout as get_layout
 
-__all__ = ["MemoryFormat", "StorageInfo", "StoragePrefix", "get_layout"]
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
+__all__ = [
+    "MemoryFormat",
+    "StorageInfo",
+    "StoragePrefix",
+    "default_store",
+    "get_default_store",
+    "get_layout",
+    "version_of",
+]
+
+
+def default_store() -> Store:
+    """Return the store of the default process group, with a connection of its own.
+
+    The group's own connection has one lock: a training thread that waits in it, as for the
+    ranks' first meeting in a new group, would keep another thread out for as long.
+
+    Raises:
+        ValueError: there is no process group.
+    """
+    own: Store = get_default_store().clone()  # type: ignore[attr-defined]  # not in the stubs
+    return own
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Return a number that in-place changes of the tensor raise; 0 where torch counts none."""
+    return 0 if tensor.is_inference() else tensor._version

@@ -1,9 +1,13 @@
 """Notices when torch drops or changes a private name that the format cannot do without."""
 
 import pickle
+import socket
+import threading
 import warnings
 
+import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor
 
@@ -17,6 +21,7 @@ def test_every_private_name_is_where_it_was():
     assert torch_private.StoragePrefix.__qualname__ == "_StoragePrefix"
     assert torch_private.MemoryFormat.__qualname__ == "_MEM_FORMAT_ENCODING"
     assert torch_private.get_layout.__qualname__ == "_get_layout"
+    assert torch_private.get_default_store.__qualname__ == "_get_default_store"
 
 
 def test_storage_info_has_the_fields_that_are_used():
@@ -27,6 +32,49 @@ def test_storage_info_has_the_fields_that_are_used():
 
 def test_the_layout_function_gives_the_layout():
     assert torch_private.get_layout(str(torch.strided)) is torch.strided
+
+
+@pytest.fixture(params=["tcp", "file"])
+def group_of_one(request, tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    urls = {"tcp": f"tcp://127.0.0.1:{port}", "file": f"file://{tmp_path}/store"}
+    dist.init_process_group("gloo", init_method=urls[request.param], rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_the_default_store_is_the_groups_own_through_another_connection(group_of_one):
+    ours, theirs = torch_private.default_store(), torch_private.get_default_store()
+    assert ours is not theirs
+    ours.set("ours", "1")
+    assert theirs.get("ours") == b"1"
+    assert not ours.check(["theirs"])
+    theirs.set("theirs", "2")
+    assert ours.check(["ours", "theirs"])
+
+
+def test_of_two_that_set_a_key_of_the_default_store_the_first_one_counts(group_of_one):
+    store = torch_private.default_store()
+    assert store.compare_set("key", "", "first") == b"first"
+    assert store.compare_set("key", "", "second") == b"first"
+    assert store.get("key") == b"first"
+
+
+def test_a_blocked_connection_does_not_keep_the_other_one_waiting(group_of_one):
+    ours, theirs = torch_private.default_store(), torch_private.get_default_store()
+    waiting = threading.Thread(target=theirs.get, args=["late"])
+    waiting.start()
+    assert not ours.check(["other"])
+    assert waiting.is_alive()
+    ours.set("late", "now")
+    waiting.join(20)
+    assert not waiting.is_alive()
+
+
+def test_without_a_process_group_there_is_no_default_store():
+    with pytest.raises(ValueError, match="process group"):
+        torch_private.default_store()
 
 
 def test_sharded_tensors_are_known_by_methods_that_they_have():
@@ -54,3 +102,14 @@ def test_no_other_private_name_is_in_what_stock_dcp_writes(tmp_path):
         name for module, name in named if name.startswith("_") and module.startswith("torch")
     }
     assert private <= {"_StorageInfo", "_StoragePrefix", "_MEM_FORMAT_ENCODING", "_get_layout"}
+
+
+def test_in_place_changes_raise_the_version_also_of_detached_views():
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    seen = parameter.detach()
+    before = torch_private.version_of(seen)
+    with torch.no_grad():
+        parameter.add_(1)
+    assert torch_private.version_of(seen) > before
+    with torch.inference_mode():
+        assert torch_private.version_of(torch.zeros(2)) == 0
