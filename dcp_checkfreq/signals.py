@@ -61,7 +61,8 @@ class Signals:
                 self.restore()
                 raise
             self._old[signum] = old
-        self._open_pipe()
+        if self._old:
+            self._open_pipe()
         itself = weakref.ref(self)  # the hook below can never be taken away
 
         def in_child() -> None:

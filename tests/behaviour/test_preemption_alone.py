@@ -1,0 +1,503 @@
+"""Case 05: a signal and one process; and the ranks' talk, with all ranks in one process."""
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+import torch.distributed as dist
+
+from dcp_checkfreq.clock import SystemClock
+from dcp_checkfreq.gate import Gate
+from dcp_checkfreq.preemption import PreemptionWatch
+from dcp_checkfreq.testing import ManualClock
+
+POLL_S = 0.01
+SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+def until(condition, what, timeout_s=30.0):
+    end_s = time.monotonic() + timeout_s
+    while not condition():
+        assert time.monotonic() < end_s, f"not within {timeout_s} s: {what}"
+        time.sleep(POLL_S)
+
+
+def handlers():
+    return [signal.getsignal(signum) for signum in SIGNALS]
+
+
+def watch_of(gate, **options):
+    options = {"grace_s": 1000.0, "clock": SystemClock(), "poll_s": POLL_S} | options
+    return contextlib.closing(PreemptionWatch(gate, **options))
+
+
+def send(signum=signal.SIGTERM):
+    os.kill(os.getpid(), signum)
+
+
+@pytest.fixture(autouse=True)
+def _signals_stay_as_they_were():
+    before, wakeup = handlers(), signal.set_wakeup_fd(-1)
+    yield
+    left = signal.set_wakeup_fd(wakeup)
+    assert handlers() == before
+    assert left == -1
+
+
+def threads():
+    return [one.name for one in threading.enumerate() if one.name.startswith("checkfreq-preempt")]
+
+
+def passes(gate, step):
+    """Tell whether the step passes within a moment. It passes later if not."""
+    training = threading.Thread(target=gate.pass_step, args=[step], daemon=True)
+    training.start()
+    training.join(0.3)
+    return not training.is_alive()
+
+
+# --- one process ---
+
+
+@pytest.mark.parametrize("signum", SIGNALS)
+def test_a_signal_stops_the_job_at_the_step_after_the_last_one(signum):
+    gate, clock = Gate(), ManualClock(monotonic_s=50.0)
+    gate.pass_step(6)
+    with watch_of(gate, clock=clock, grace_s=30.0) as watch:
+        watch.start()
+        assert watch.stop_at is None
+        assert watch.deadline_s is None
+        send(signum)
+        until(lambda: watch.stop_at is not None, "stop_at")
+        assert watch.stop_at == 7
+        assert watch.deadline_s == 80.0
+        assert passes(gate, 7), "the gate is open again"
+
+
+def test_without_a_signal_nothing_happens():
+    with watch_of(Gate()) as watch:
+        watch.start()
+        time.sleep(10 * POLL_S)
+        assert watch.stop_at is None
+    assert threads() == []
+
+
+def test_a_second_signal_changes_nothing(caplog):
+    gate, clock = Gate(), ManualClock()
+    gate.pass_step(6)
+    with watch_of(gate, clock=clock, grace_s=30.0) as watch:
+        watch.start()
+        send()
+        until(lambda: watch.stop_at is not None, "stop_at")
+        gate.pass_step(7)
+        clock.advance(10)
+        send(signal.SIGUSR1)
+        until(lambda: "SIGUSR1: already stopping" in caplog.text, "a line in the log")
+        assert (watch.stop_at, watch.deadline_s) == (7, 30.0)
+
+
+def test_handlers_are_restored_and_starting_and_closing_twice_is_harmless():
+    before = handlers()
+    with watch_of(Gate()) as watch:
+        watch.start()
+        during = handlers()
+        watch.start()
+        assert handlers() == during != before
+        assert threads() == ["checkfreq-preempt"]
+        watch.close()
+        assert handlers() == before
+        assert threads() == []
+    watch.start()
+    assert handlers() == before, "a closed watch stays closed"
+
+
+def test_closing_a_watch_that_was_never_started_does_nothing():
+    before = handlers()
+    PreemptionWatch(Gate(), clock=SystemClock()).close()
+    assert handlers() == before
+
+
+def test_a_handler_of_the_user_is_named_and_comes_back(caplog):
+    heard = []
+
+    def of_the_user(signum, frame):
+        heard.append(signum)
+
+    old = signal.signal(signal.SIGTERM, of_the_user)
+    try:
+        with watch_of(Gate()) as watch:
+            watch.start()
+            assert "of_the_user" in caplog.text
+            assert "SIGUSR1" not in caplog.text, "the default is nothing to speak of"
+            send()
+            until(lambda: watch.stop_at is not None, "stop_at")
+            assert heard == []
+        send()
+        assert heard == [signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def test_a_handler_that_came_after_ours_stays():
+    def later(signum, frame):
+        pass
+
+    old = signal.getsignal(signal.SIGTERM)
+    try:
+        with watch_of(Gate()) as watch:
+            watch.start()
+            signal.signal(signal.SIGTERM, later)
+        assert signal.getsignal(signal.SIGTERM) is later
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def test_a_handler_that_is_not_pythons_is_left_alone(caplog, monkeypatch):
+    # A program that embeds Python can have one. Here only what Python says of it is imitated.
+    before = handlers()
+    with watch_of(Gate(), signals=[signal.SIGTERM]) as watch:
+        monkeypatch.setattr(signal, "getsignal", lambda signum: None)
+        watch.start()
+        monkeypatch.undo()
+        assert handlers() == before
+        assert "SIGTERM has a handler that is not Python's" in caplog.text
+
+
+def test_a_signal_that_cannot_be_handled_is_refused_and_nothing_stays_installed():
+    before = handlers()
+    with watch_of(Gate(), signals=[signal.SIGTERM, signal.SIGKILL]) as watch:
+        with pytest.raises(OSError, match="Invalid argument"):
+            watch.start()
+        assert handlers() == before
+
+
+def test_the_wakeup_pipe_of_an_event_loop_is_left_to_it():
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    signal.set_wakeup_fd(writing)
+    try:
+        with watch_of(Gate()) as watch:
+            watch.start()
+            send()
+            until(lambda: watch.stop_at is not None, "stop_at")
+            assert os.read(reading, 10) == bytes([signal.SIGTERM])
+        assert signal.set_wakeup_fd(-1) == writing
+    finally:
+        signal.set_wakeup_fd(-1)
+        os.close(reading)
+        os.close(writing)
+
+
+def test_signals_of_others_do_not_count():
+    old = signal.signal(signal.SIGUSR2, lambda signum, frame: None)
+    try:
+        with watch_of(Gate()) as watch:
+            watch.start()
+            send(signal.SIGUSR2)
+            time.sleep(10 * POLL_S)
+            assert watch.stop_at is None
+    finally:
+        signal.signal(signal.SIGUSR2, old)
+
+
+def test_who_has_taken_up_the_order_is_left_alone_after_the_deadline(caplog):
+    clock, heard = ManualClock(), []
+    old = signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
+    try:
+        with watch_of(Gate(), clock=clock, grace_s=30.0) as watch:
+            watch.start()
+            send()
+            until(lambda: watch.stop_at is not None, "stop_at")
+            watch.taken_up()
+            clock.advance(1000)
+            time.sleep(10 * POLL_S)
+            assert heard == []
+            assert "took up" not in caplog.text
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def test_at_the_deadline_the_handler_of_the_user_gets_the_signal(caplog):
+    clock, heard = ManualClock(), []
+    old = signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
+    try:
+        last = "the last published step is 40"
+        with watch_of(Gate(), clock=clock, grace_s=30.0, describe=lambda: last) as watch:
+            watch.start()
+            send()
+            until(lambda: watch.stop_at is not None, "stop_at")
+            clock.advance(29.9)
+            time.sleep(10 * POLL_S)
+            assert heard == []
+            clock.advance(0.2)
+            until(lambda: heard, "the signal")
+            assert "within 30 s" in caplog.text
+            assert last in caplog.text
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+@pytest.mark.parametrize("name", ["grace_s", "agree_timeout_s", "poll_s"])
+def test_a_duration_that_is_not_positive_is_refused(name):
+    with pytest.raises(ValueError, match="positive"):
+        PreemptionWatch(Gate(), clock=SystemClock(), **{name: 0.0})
+
+
+def test_several_ranks_without_a_store_are_refused():
+    with pytest.raises(ValueError, match="3 ranks"):
+        PreemptionWatch(Gate(), clock=SystemClock(), world_size=3)
+
+
+# --- processes that end ---
+
+PROLOGUE = """
+import logging, os, signal, sys, threading, time
+import torch.distributed as dist
+from dcp_checkfreq.clock import SystemClock
+from dcp_checkfreq.gate import Gate
+from dcp_checkfreq.preemption import PreemptionWatch
+
+logging.basicConfig(stream=sys.stdout)
+watch = PreemptionWatch(Gate(), clock=SystemClock(), grace_s=0.3, poll_s=0.01)
+me = os.getpid()
+"""
+
+
+def ends(body):
+    """Run a script and return its exit code and what it printed."""
+    script = PROLOGUE + textwrap.dedent(body)
+    done = subprocess.run(
+        [sys.executable, "-c", script], stdout=subprocess.PIPE, text=True, timeout=60
+    )
+    return done.returncode, done.stdout
+
+
+def test_a_process_that_takes_no_step_dies_by_the_signal_at_the_deadline():
+    code, said = ends("""
+        watch.start()
+        os.kill(me, signal.SIGTERM)
+        time.sleep(50)
+    """)
+    assert code == -signal.SIGTERM
+    assert "no step took up the order to stop within 0.3 s" in said
+
+
+def test_a_process_that_is_stuck_outside_of_the_interpreter_ends_too():
+    code, said = ends("""
+        watch.start()
+        threading.Timer(0.2, os.kill, [me, signal.SIGTERM]).start()
+        dist.HashStore().get("what nobody ever sets")
+    """)
+    assert code == 128 + signal.SIGTERM
+    assert "no step took up" in said
+
+
+def test_closed_by_another_thread_the_signal_does_what_it_did_before():
+    code, said = ends("""
+        watch.start()
+        closing = threading.Thread(target=watch.close)
+        closing.start()
+        closing.join()
+        os.kill(me, signal.SIGTERM)
+        time.sleep(50)
+    """)
+    assert code == -signal.SIGTERM
+    assert said == ""
+
+
+def test_a_forked_worker_dies_by_the_signal_and_does_not_stop_the_job():
+    code, said = ends("""
+        watch.start()
+        worker = os.fork()
+        if worker == 0:
+            time.sleep(50)
+            os._exit(1)
+        time.sleep(0.2)
+        os.kill(worker, signal.SIGTERM)
+        status = os.waitpid(worker, 0)[1]
+        time.sleep(0.2)
+        print("worker", os.waitstatus_to_exitcode(status), "stop", watch.stop_at)
+        watch.close()
+    """)
+    assert (code, said) == (0, "worker -15 stop None\n")
+
+
+# --- several ranks in one process ---
+
+
+class Ranks:
+    """A gate and a watch for each rank; only rank 1 hears signals."""
+
+    def __init__(self, stores, steps, **options):
+        self.gates = [Gate() for _ in steps]
+        self.watches = [
+            PreemptionWatch(
+                gate,
+                rank=rank,
+                world_size=len(steps),
+                store=store,
+                key="key",
+                signals=SIGNALS if rank == 1 else (),
+                **{"clock": SystemClock(), "poll_s": POLL_S, "grace_s": 1000.0} | options,
+            )
+            for rank, (gate, store) in enumerate(zip(self.gates, stores, strict=True))
+        ]
+        for gate, step in zip(self.gates, steps, strict=True):
+            gate.start_from(step)
+
+    def __enter__(self):
+        for watch in self.watches:
+            watch.start()
+        return self
+
+    def __exit__(self, *_):
+        for watch in self.watches:
+            watch.close()
+
+    def stops(self):
+        return [watch.stop_at for watch in self.watches]
+
+
+class Stalling:
+    """A store whose calls hang from `stall` until `go_on`."""
+
+    def __init__(self, store):
+        self._store = store
+        self._goes = threading.Event()
+        self._goes.set()
+        self.hangs = threading.Event()
+
+    def stall(self):
+        self._goes.clear()
+
+    def go_on(self):
+        self._goes.set()
+
+    def __getattr__(self, verb):
+        def call(*args):
+            if not self._goes.is_set():
+                self.hangs.set()
+            assert self._goes.wait(60)
+            return getattr(self._store, verb)(*args)
+
+        return call
+
+
+@pytest.fixture(params=["hash", "file"])
+def store(request, tmp_path):
+    return dist.HashStore() if request.param == "hash" else dist.FileStore(f"{tmp_path}/s", 1)
+
+
+def test_all_ranks_stop_after_the_last_step_of_the_fastest(store):
+    with Ranks([store] * 3, steps=[4, 7, 5]) as ranks:
+        send()
+        until(lambda: None not in ranks.stops(), "an agreement")
+        assert ranks.stops() == [8, 8, 8]
+        assert all(passes(gate, 8) for gate in ranks.gates)
+
+
+def test_a_rank_without_handlers_hears_of_the_others_signal(caplog):
+    store, gates = dist.HashStore(), [Gate(), Gate()]
+    options = {"world_size": 2, "store": store, "key": "key"}
+    with (
+        watch_of(gates[0], rank=0, **options) as deaf,
+        watch_of(gates[1], rank=1, **options) as hearing,
+    ):
+        starting = threading.Thread(target=deaf.start)
+        starting.start()
+        starting.join()
+        assert "outside of the main thread" in caplog.text
+        hearing.start()
+        send()
+        until(lambda: deaf.stop_at is not None, "stop_at")
+        assert "SIGTERM on rank 1: this job will be ended" in caplog.text
+
+
+def test_a_rank_that_only_heard_does_nothing_at_the_deadline():
+    clock, heard = ManualClock(), []
+    old = signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
+    try:
+        with Ranks([dist.HashStore()] * 2, steps=[1, 1], clock=clock) as ranks:
+            send()
+            until(lambda: None not in ranks.stops(), "an agreement")
+            ranks.watches[1].taken_up()
+            clock.advance(5000)
+            time.sleep(10 * POLL_S)
+            assert heard == []
+    finally:
+        signal.signal(signal.SIGTERM, old)
+
+
+def test_no_rank_stops_if_one_does_not_answer(caplog):
+    clock, store = ManualClock(), dist.HashStore()
+    silent = Stalling(store)
+    with Ranks([store, store, silent], [4, 4, 4], clock=clock, describe=lambda: "at 3") as ranks:
+        silent.stall()
+        silent.hangs.wait(20)
+        send()
+        until(lambda: store.check(["key/passed/0", "key/passed/1"]), "two answers")
+        assert not passes(ranks.gates[0], 5), "held while the ranks talk"
+        clock.advance(10)
+        until(lambda: caplog.text.count("there will be no last save") == 2, "two errors")
+        assert "no answer from ranks [2] within 10 s. at 3" in caplog.text
+        assert passes(ranks.gates[1], 5)
+        assert ranks.gates[0].hold() == 5, "what waited has passed"
+        silent.go_on()
+        until(lambda: caplog.text.count("there will be no last save") == 3, "a third error")
+        assert ranks.stops() == [None, None, None]
+        assert passes(ranks.gates[2], 5)
+
+
+def test_a_store_that_hangs_holds_up_no_step_for_long(caplog):
+    clock = SystemClock()
+    stores = [Stalling(dist.HashStore()) for _ in range(2)]
+    with Ranks(stores, [4, 4], clock=clock, agree_timeout_s=0.4) as ranks:
+        stores[1].stall()
+        stores[1].hangs.wait(20)
+        send()
+        until(lambda: "the store does not answer" in caplog.text, "an error")
+        assert passes(ranks.gates[1], 5)
+        stores[1].go_on()
+        until(lambda: "came too late" in caplog.text, "an answer that does not count")
+        assert ranks.watches[1].stop_at is None
+
+
+class Failing:
+    """A store whose server has gone."""
+
+    def __getattr__(self, verb):
+        def call(*args):
+            raise dist.DistNetworkError("connection reset")
+
+        return call
+
+
+def test_a_store_that_fails_is_reported_once_and_holds_up_nothing(caplog):
+    gate = Gate()
+    with watch_of(gate, world_size=2, store=Failing()) as watch:
+        watch.start()
+        until(lambda: "not heard any more: connection reset" in caplog.text, "a warning")
+        send()
+        until(lambda: "there will be no last save" in caplog.text, "an error")
+        assert watch.stop_at is None
+        assert passes(gate, 1)
+    assert len([r for r in caplog.records if r.levelno >= logging.ERROR]) == 1
+
+
+def test_closing_while_the_ranks_talk_ends_the_threads_and_opens_the_gate(caplog):
+    gate, store = Gate(), dist.HashStore()
+    with watch_of(gate, world_size=2, store=store) as watch:
+        watch.start()
+        send()
+        until(lambda: store.check(["checkfreq/preemption/passed/0"]), "an answer")
+        watch.close()
+        assert threads() == []
+        assert passes(gate, 1)
+    assert not [r for r in caplog.records if r.levelno >= logging.ERROR]
