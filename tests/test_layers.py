@@ -71,7 +71,15 @@ ALLOWED_IN_PURE = {"format/digest": {"xxhash"}, "data/order": {"numpy"}}
 TIME_MODULES = {"time", "timeit"}
 
 # Parts of torch.distributed that are types and DCP's own functions, not collectives.
-NO_COLLECTIVES = ("torch.distributed.checkpoint", "torch.distributed.tensor")
+NO_COLLECTIVES = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    # who this process is; nobody else has to answer
+    "torch.distributed.is_available",
+    "torch.distributed.is_initialized",
+    "torch.distributed.get_rank",
+    "torch.distributed.get_world_size",
+)
 
 # Private torch names outside of format/torch_private.py, each with the reason. Keep it empty.
 KNOWN_PRIVATE: dict[str, set[str]] = {}

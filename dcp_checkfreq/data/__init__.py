@@ -10,8 +10,10 @@ from importlib import import_module
 from typing import Any
 
 _HOMES: dict[str, str] = {
-    "Cursor": "data.cursor",
     "DataStateError": "errors",
+    "ResumableBatchSampler": "data.batch_sampler",
+    "ResumableLoader": "data.loader",
+    "sample_rng": "data.augment",
 }
 
 __all__ = sorted(_HOMES)

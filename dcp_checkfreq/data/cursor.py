@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, get_args
 
 from dcp_checkfreq.data.position import (
     Deal,
@@ -56,6 +56,10 @@ class Cursor:
             raise ValueError(f"rank must be in [0, {deal.world_size}), got {rank}")
         if type(seed) is not int or not 0 <= seed < 1 << 64:
             raise ValueError(f"seed must be a whole number in [0, 2**64), got {seed!r}")
+        if on_mismatch not in get_args(OnMismatch):
+            raise ValueError(
+                f"on_mismatch must be one of {get_args(OnMismatch)}, got {on_mismatch!r}"
+            )
         self.deal = deal
         self.rank = rank
         self.seed = seed
@@ -83,20 +87,17 @@ class Cursor:
         """Raise RuntimeError if the iterator of this generation may not go on."""
         if generation != self.generation:
             raise RuntimeError(
-                f"{self._what}: this iterator is stale, because a state was loaded or a newer "
-                "iterator was made since. Take a new one"
+                f"{self._what}: this iterator is stale: since it was made it failed, a state was "
+                "loaded, or a newer iterator was made. Take a new one"
             )
 
-    def plan(self) -> Iterator[tuple[Step, Share]]:
-        """Yield the steps that are left of this epoch, with this rank's share. Moves nothing."""
-        at = self.position
-        epoch = at.epoch
-        while at.epoch == epoch:
-            step = self.deal.step(at)
-            if step is None:
-                return
-            yield step, self.deal.share(step, self.rank)
-            at = step.after
+    def plan(self, at: Position | None = None) -> Iterator[tuple[Step, Share]]:
+        """Return the steps that are left of an epoch, with this rank's share. Moves nothing.
+
+        Args:
+            at: from here on; default: from the position at the time of this call.
+        """
+        return _plan(self.deal, self.rank, self.position if at is None else at)
 
     def handed_out(self, step: Step, share: Share) -> None:
         """Count a batch: call it as the training loop gets it, not when it is fetched."""
@@ -137,6 +138,13 @@ class Cursor:
         self.position = accepted.position
         self.valid = 0
         self.generation += 1
+
+
+def _plan(deal: Deal, rank: int, at: Position) -> Iterator[tuple[Step, Share]]:
+    epoch = at.epoch
+    while at.epoch == epoch and (step := deal.step(at)) is not None:
+        yield step, deal.share(step, rank)
+        at = step.after
 
 
 def _entry(state: object, what: str) -> object:

@@ -138,7 +138,7 @@ class _Sorted:
 
     def __init__(self, key: int, length: int) -> None:
         self.length = length
-        np = _numpy()
+        np = numpy_or_none()
         if np is None:
             hashes = [_mix((key + (i + 1) * _GOLDEN) & _MASK) for i in range(length)]
             self._indices: Any = sorted(range(length), key=hashes.__getitem__)
@@ -197,7 +197,7 @@ class _Feistel:
         return x * b + y
 
     def at(self, positions: Sequence[int]) -> list[int]:
-        np = _numpy()
+        np = numpy_or_none()
         if np is None:
             return [self(position) for position in positions]
         if isinstance(positions, range):
@@ -214,7 +214,7 @@ class _Feistel:
         return indices.astype("int64")
 
     def _once_array(self, values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-        np = _numpy()
+        np = numpy_or_none()
         a, b, half = np.uint64(self._a), np.uint64(self._b), np.uint64(32)
         x = values // b
         y = values - x * b
@@ -236,7 +236,7 @@ def _mix(value: int) -> int:
 
 
 def _mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    np = _numpy()
+    np = numpy_or_none()
     values = (values ^ (values >> np.uint64(30))) * np.uint64(_MUL_1)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(_MUL_2)
     values ^= values >> np.uint64(31)
@@ -244,7 +244,7 @@ def _mix_array(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 @cache
-def _numpy() -> Any:
+def numpy_or_none() -> Any:
     """Return NumPy, or None where it is not installed."""
     try:
         import numpy

@@ -29,7 +29,7 @@ GOLDEN = {
 @pytest.fixture(params=["numpy", "no numpy"])
 def numpy_or_not(request, monkeypatch):
     if request.param == "no numpy":
-        monkeypatch.setattr(order_module, "_numpy", lambda: None)
+        monkeypatch.setattr(order_module, "numpy_or_none", lambda: None)
 
 
 @pytest.mark.parametrize(("key", "wanted"), GOLDEN.items(), ids=str)
@@ -70,7 +70,7 @@ def test_without_numpy_it_is_the_same(length, monkeypatch):
     first = min(length, 1000) - 1
     positions = range(first, max(first - 900, -1), -7) if length == 1000 else range(0, 900, 7)
     wanted = order(3, 4, length).at(positions)
-    monkeypatch.setattr(order_module, "_numpy", lambda: None)
+    monkeypatch.setattr(order_module, "numpy_or_none", lambda: None)
     assert order(3, 4, length).at(positions) == wanted
 
 

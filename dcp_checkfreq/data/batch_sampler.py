@@ -1,0 +1,155 @@
+"""`ResumableBatchSampler`: the order and the position, for loaders of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from dcp_checkfreq.data.cursor import Cursor
+from dcp_checkfreq.data.order import SEQUENTIAL, SHUFFLED, Ahead, order
+from dcp_checkfreq.data.position import Deal, Last, OnMismatch, Position, Share
+from dcp_checkfreq.data.ranks import resolve
+
+
+class Indices:
+    """Turns shares into indices of items; remembers the orders that it is in the midst of."""
+
+    def __init__(self, seed: int, length: int, *, shuffle: bool) -> None:
+        self._seed = seed
+        self._length = length
+        self._shuffle = shuffle
+        self._ahead: dict[int, Ahead] = {}
+
+    def of(self, share: Share) -> list[tuple[int, list[int]]]:
+        """Return ``(epoch, indices)`` for each run of a share."""
+        return [(epoch, self._of_epoch(epoch).at(positions)) for epoch, positions in share.runs]
+
+    def _of_epoch(self, epoch: int) -> Ahead:
+        if epoch not in self._ahead:
+            # A batch may straddle two epochs: the one before is still needed.
+            for old in [e for e in self._ahead if not epoch - 1 <= e <= epoch + 1]:
+                del self._ahead[old]
+            self._ahead[epoch] = Ahead(
+                order(self._seed, epoch, self._length, shuffle=self._shuffle)
+            )
+        return self._ahead[epoch]
+
+
+class ResumableBatchSampler:
+    """Yields this rank's batches of indices, from the position to the end of the epoch.
+
+    ::
+
+        sampler = ResumableBatchSampler(len(dataset), 32, seed=1)
+        loader = DataLoader(dataset, batch_sampler=sampler, num_workers=4)
+        for batch in loader:
+            ...
+            sampler.advance()  # after the step; before a checkpoint is saved
+
+    A sampler cannot know what the training has got: loaders ask for batches ahead. So the position
+    moves only by `advance`. `ResumableLoader` does that by itself, and seeds each sample.
+
+    Args:
+        length: items of the data set.
+        batch_size: samples per rank and step.
+        seed: of the order.
+        shuffle: False keeps the order of the data set.
+        rank: data-parallel rank; default: of the default process group.
+        world_size: data-parallel ranks; tell both or neither.
+        last: what becomes of the last samples of an epoch; see `Deal`.
+        dataset_id: what the data is, in your words; a state is not loaded into other data.
+        on_mismatch: what `load_state_dict` does by default if the data is another.
+    """
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        rank: int | None = None,
+        world_size: int | None = None,
+        last: Last = "partial",
+        dataset_id: str = "",
+        on_mismatch: OnMismatch = "error",
+    ) -> None:
+        self._place = resolve(rank, world_size)
+        self._cursor = Cursor(
+            Deal(length, batch_size, self._place.world_size, last),
+            self._place.rank,
+            seed=seed,
+            order=SHUFFLED if shuffle else SEQUENTIAL,
+            dataset_id=dataset_id,
+            what=type(self).__name__,
+            on_mismatch=on_mismatch,
+        )
+        self._indices = Indices(seed, length, shuffle=shuffle)
+        self._ran_through_at: Position | None = None
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch to be trained."""
+        return self._cursor.position.epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples of this epoch that all ranks together have trained."""
+        return self._cursor.position.samples
+
+    @property
+    def valid(self) -> int:
+        """Real samples at the front of the batch that `advance` counted last."""
+        return self._cursor.valid
+
+    def __len__(self) -> int:
+        """Return how many batches are left of this epoch."""
+        return self._cursor.steps_left()
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Return an iterator over the rest of the epoch; those made before become stale.
+
+        Raises:
+            RuntimeError: the iterator before ran to its end, and `advance` was never called.
+        """
+        self._place.check(type(self).__name__)
+        if self._ran_through_at == self._cursor.position:
+            raise RuntimeError(
+                "all batches of the epoch were taken from this sampler, and none was reported: "
+                "call advance() after every step, or a checkpoint would start the epoch anew"
+            )
+        return self._batches(self._cursor.begin(), self._cursor.position)
+
+    def _batches(self, generation: int, start: Position) -> Iterator[list[int]]:
+        is_empty = True
+        for _, share in self._cursor.plan(start):
+            self._cursor.check(generation)
+            is_empty = False
+            yield [index for _, indices in self._indices.of(share) for index in indices]
+        self._cursor.check(generation)
+        if is_empty:  # what is left of the epoch is dropped
+            self._cursor.end_epoch(start.epoch)
+        else:
+            self._ran_through_at = start
+
+    def advance(self) -> None:
+        """Say that the next batch is trained, on all ranks."""
+        for step, share in self._cursor.plan():
+            self._cursor.handed_out(step, share)
+            return
+        raise RuntimeError(f"there is no batch left in epoch {self.epoch}")
+
+    def state_dict(self) -> dict[str, str]:
+        """Return the position after the last `advance`; the same on all ranks."""
+        return self._cursor.state_dict()
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, on_mismatch: OnMismatch | None = None
+    ) -> None:
+        """Go on from a saved position; iterators made before become stale.
+
+        Raises:
+            DataStateError: it does not fit. The position is as it was.
+        """
+        self._cursor.load_state_dict(state, on_mismatch=on_mismatch)
+        self._ran_through_at = None
