@@ -25,6 +25,7 @@ LEVELS = {
     "shards/assign": 1,
     "shards/slices": 1,
     "shards/read_plan": 1,
+    "data/eviction": 1,
     "data/order": 1,
     "data/position": 1,
     "storage": 2,
@@ -59,6 +60,7 @@ PURE = {
     "shards/assign",
     "shards/slices",
     "shards/read_plan",
+    "data/eviction",
     "data/order",
     "data/position",
 }
