@@ -1,0 +1,117 @@
+"""What an iteration takes with no save under way, while saves nearly always are. Pure."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dcp_checkfreq.policy.costs import typical_s
+from dcp_checkfreq.policy.seen import IntervalSeen, Pace
+
+GAP_STEPS = 3  # a median of three survives one slow iteration
+_LONGEST_GAP_STEPS = 8
+_KEPT = 5  # so many measurements are joined to one
+_USUAL_NOISE = 0.02  # taken until iterations have been compared with each other
+_MEDIAN_ERROR = 1.2533  # standard error of a median of n is 1.2533 sigma / sqrt(n)
+_SURE = 2.0  # standard errors of a difference that are not put down to saving
+_CHANGED = 3.0  # standard errors at which the job itself has another pace
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """The pace of the job without saves.
+
+    Attributes:
+        paces: as measured in the last intervals that had such iterations, the newest last.
+        age_saves: saves since one was measured.
+        noises: how much iterations of one kind differed from each other, as a share.
+    """
+
+    paces: tuple[Pace, ...]
+    age_saves: int = 0
+    noises: tuple[float, ...] = ()
+
+    @property
+    def pace(self) -> Pace:
+        """All measurements joined to one: the median, each with the weight of its iterations."""
+        return _joined(self.paces)
+
+    @property
+    def iteration_s(self) -> float:
+        """One iteration with no save under way, in seconds."""
+        return self.pace.typical_s
+
+    @property
+    def noise(self) -> float:
+        """Standard deviation of an iteration, as a share of it."""
+        return statistics.median(self.noises) if self.noises else _USUAL_NOISE
+
+
+def baseline_of(iteration_s: float, steps: int) -> Baseline:
+    """Return the baseline of a profile: ``iteration_s``, typical of ``steps`` iterations."""
+    return Baseline(paces=(Pace(steps=max(1, steps), typical_s=typical_s([iteration_s])),))
+
+
+def renewed(baseline: Baseline, seen: IntervalSeen, max_overhead: float) -> tuple[Baseline, bool]:
+    """Return the baseline after one more interval, and whether the job has another pace now.
+
+    In that case the old measurements are dropped. Three iterations are believed at once, fewer
+    only if the measurement before says the same.
+    """
+    kinds = (seen.unloaded, seen.copying, seen.loaded)
+    found = [kind.spread_s / kind.typical_s for kind in kinds if kind.steps > 1 and kind.typical_s]
+    if found:
+        noises = (*baseline.noises, statistics.median(found))[-_KEPT:]
+        baseline = replace(baseline, noises=noises)
+    new = seen.unloaded
+    if not new.steps:
+        return replace(baseline, age_saves=baseline.age_saves + 1), False
+    paces, changed = (*baseline.paces, new)[-_KEPT:], False
+    change = change_s(baseline, new, max_overhead)
+    if change and new.steps >= GAP_STEPS:
+        paces, changed = (new,), True
+    elif change and len(baseline.paces) > 1:
+        *older, last = baseline.paces
+        before = replace(baseline, paces=tuple(older))
+        if change_s(before, last, max_overhead) * change > 0:
+            paces, changed = (last, new), True
+    return replace(baseline, paces=paces, age_saves=0), changed
+
+
+def change_s(baseline: Baseline, pace: Pace, max_overhead: float) -> float:
+    """Return how much slower ``pace`` is; 0.0 if that can be chance, or is small beside p."""
+    base = baseline.pace
+    error_s = _MEDIAN_ERROR * baseline.noise * base.typical_s
+    limit_s = max(
+        _CHANGED * error_s * math.sqrt(1 / pace.steps + 1 / base.steps),
+        max_overhead / 2 * base.typical_s,
+    )
+    change = pace.typical_s - base.typical_s
+    return change if abs(change) > limit_s else 0.0
+
+
+def allowance_s(baseline: Baseline, steps: int) -> float:
+    """Return by how much ``steps`` iterations may be slower than the baseline by chance."""
+    base = baseline.pace
+    error_s = _MEDIAN_ERROR * baseline.noise * base.typical_s
+    return _SURE * error_s * math.sqrt(steps + steps * steps / base.steps)
+
+
+def gap_steps(baseline: Baseline, max_overhead: float) -> int:
+    """Return how many iterations make a baseline whose error is half the budget. 3 to 8."""
+    error = min(2 * _MEDIAN_ERROR * baseline.noise / max_overhead, 100)
+    return min(max(math.ceil(error**2), GAP_STEPS), _LONGEST_GAP_STEPS)
+
+
+def _joined(paces: Sequence[Pace]) -> Pace:
+    total = sum(pace.steps for pace in paces)
+    passed = 0
+    middle = paces[0].typical_s
+    for pace in sorted(paces, key=lambda pace: pace.typical_s):
+        middle = pace.typical_s
+        passed += pace.steps
+        if 2 * passed >= total:
+            break
+    return Pace(steps=total, typical_s=middle)
