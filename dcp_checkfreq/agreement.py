@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import datetime
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TypeVar
 
 import torch.distributed as dist
 
+from dcp_checkfreq.errors import RankLost
+
 T = TypeVar("T")
+V = TypeVar("V")
 
 
 class Agreement:
@@ -36,7 +40,11 @@ class Agreement:
         return self.group is None
 
     def decide(self, on_rank_0: Callable[[], T]) -> T:
-        """Call ``on_rank_0`` on rank 0 and return its result on all ranks, or raise its error."""
+        """Call ``on_rank_0`` on rank 0 and return its result on all ranks, or raise its error.
+
+        Raises:
+            RankLost: a rank did not take part within the timeout.
+        """
         if self.group is None:
             return on_rank_0()
         answer: list[tuple[bool, object]] = [(False, None)]
@@ -45,20 +53,49 @@ class Agreement:
                 answer = [(True, on_rank_0())]
             except Exception as error:  # noqa: BLE001  every rank raises it below
                 answer = [(False, error)]
-        dist.broadcast_object_list(answer, src=0, group=self.group)
+        with self._others_answer():
+            dist.broadcast_object_list(answer, src=0, group=self.group)
         succeeded, value = answer[0]
         if not succeeded:
             assert isinstance(value, BaseException)
             raise value
         return value  # type: ignore[return-value]
 
+    def consult(self, value: V, rule: Callable[[list[V]], T]) -> T:
+        """Call ``rule`` on rank 0 with every rank's value; return its result, or raise, on all.
+
+        Raises:
+            RankLost: a rank did not take part within the timeout.
+        """
+        if self.group is None:
+            return rule([value])
+        values: list[V] | None = [value] * self.world_size if self.rank == 0 else None
+        with self._others_answer():
+            dist.gather_object(value, values, dst=0, group=self.group)
+        return self.decide(lambda: rule(values or []))
+
     def gather(self, value: T) -> list[T]:
-        """Return every rank's value, in rank order, on all ranks."""
+        """Return every rank's value, in rank order, on all ranks.
+
+        Raises:
+            RankLost: a rank did not take part within the timeout.
+        """
         if self.group is None:
             return [value]
         values: list[T | None] = [None] * self.world_size
-        dist.all_gather_object(values, value, group=self.group)
+        with self._others_answer():
+            dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
+
+    @contextlib.contextmanager
+    def _others_answer(self) -> Iterator[None]:
+        try:
+            yield
+        except RuntimeError as error:
+            raise RankLost(
+                f"rank {self.rank}",
+                f"another rank did not answer; its own log says why ({error})",
+            ) from error
 
     def close(self) -> None:
         """Give up the group. May be called twice."""

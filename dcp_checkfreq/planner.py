@@ -44,10 +44,9 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.format.digest import digest
 from dcp_checkfreq.format.safe_bytes import load_object
 from dcp_checkfreq.garbage import collector_held
+from dcp_checkfreq.shards.assign import share_out
 from dcp_checkfreq.shards.codec import bytes_of, check_storable, dense, is_sharded_tensor
-
-Signature = list[tuple[object, ...]]
-
+from dcp_checkfreq.snapshot.survey import Structure, describe
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
@@ -64,7 +63,7 @@ class _KeptPlan:
     """One rank's part of a plan that worked."""
 
     token: str
-    signature: Signature
+    signature: Structure
     plan: SavePlan
 
 
@@ -99,10 +98,25 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self._allow_pickle = allow_pickle
         self._kept: _KeptPlan | None = None
         self._kept_global: _KeptGlobalPlan | None = None
-        self._signature: Signature = []
+        self._signature: Structure = []
         self._streams: dict[str, io.BytesIO] = {}
         self._check_tensors = True
+        self._is_partial = False
         self._where = self._name = ""
+
+    @property
+    def written_keys(self) -> frozenset[str] | None:
+        """Flat keys of what this rank writes as long as the kept plan fits; None if none is kept.
+
+        Of no use, and None, while replicated tensors are to be compared: that takes all of them.
+        """
+        if self._kept is None or self._check_tensors:
+            return None
+        return frozenset(item.index.fqn for item in self._kept.plan.items)
+
+    def expect_partial(self, is_partial: bool) -> None:
+        """Say whether the next state has meta tensors in place of what other ranks write."""
+        self._is_partial = is_partial
 
     def check_tensors_once(self) -> None:
         """Compare replicated tensors between ranks at the next save. Call it on all ranks."""
@@ -126,7 +140,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
             return self._create_local_plan()
 
     def _create_local_plan(self) -> SavePlan:
-        self._signature = [_describe(key, value) for key, value in self.state_dict.items()]
+        self._signature = [describe(key, value) for key, value in self.state_dict.items()]
         self._streams = {
             key: _serialise(value)
             for key, value in self.state_dict.items()
@@ -180,6 +194,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
             else dataclasses.replace(plan, planner_data=fact.mappings)
             for rank, (plan, fact) in enumerate(zip(all_plans, facts, strict=True))
         ]
+        local_plans = _each_item_once(local_plans)
         token = uuid.uuid4().hex
         plans, metadata = super().create_global_plan(local_plans)
         self._kept_global = _KeptGlobalPlan(token, local_plans, copy.copy(metadata))
@@ -200,6 +215,12 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the tensor or value that a write item stands for."""
         value = self.state_dict[index.fqn]
+        if self._is_partial and isinstance(value, torch.Tensor) and value.is_meta:
+            raise PlanCacheStale(
+                self._where,
+                f"{index.fqn!r} is this rank's to write by a new plan, and was not copied. "
+                "The next save copies everything and plans anew",
+            )
         if type(value) is torch.Tensor:
             return value  # in one piece; DCP's look-up comes to the same, in ten times the time
         return super().lookup_object(index)
@@ -227,14 +248,17 @@ class FailingSavePlanner(CheckFreqSavePlanner):
         raise self._error
 
 
-def _describe(key: str, value: object) -> tuple[object, ...]:
-    if isinstance(value, DTensor):
-        return key, value.dtype, value.shape, value.placements, value.device_mesh
-    if isinstance(value, torch.Tensor):
-        # ShardedTensor has no cheap description of its shards; its metadata object is one.
-        shards = value.metadata() if is_sharded_tensor(value) else None  # type: ignore[attr-defined]
-        return key, value.dtype, value.shape, shards
-    return (key,)
+def _each_item_once(plans: list[SavePlan]) -> list[SavePlan]:
+    """Give every item that several ranks hold to one of them; DCP's rule balances less well."""
+    chosen = share_out([{item.index: _bytes_of_item(item) for item in plan.items} for plan in plans])
+    return [
+        dataclasses.replace(plan, items=[item for item in plan.items if item.index in mine])
+        for plan, mine in zip(plans, chosen, strict=True)
+    ]
+
+
+def _bytes_of_item(item: WriteItem) -> int:
+    return item.tensor_storage_size() or 1  # the size of a byte item is not in the plan
 
 
 def _serialise(value: object) -> io.BytesIO:

@@ -8,6 +8,7 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import torch
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -157,6 +158,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             self._phase = advance(self._phase, Event.BEGAN)
             with collector_held():
                 items = resolve(plan, planner, _ENVELOPES)
+                if not self._stager.holds_a_snapshot:
+                    _finish_gpu_work(items)
                 placements = lay_out(items, self._threads)
             self._files = [
                 names.shard_file(self._rank, number, self._attempt)
@@ -290,6 +293,13 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     def close(self) -> None:
         """Give the snapshot buffers back to the process-wide pool. May be called twice."""
         self._stager.release()
+
+
+def _finish_gpu_work(items: list[Item]) -> None:
+    """Wait for the streams that may still compute live tensors: they are read on others."""
+    sources = [item.source for item in items if isinstance(item.source, torch.Tensor)]
+    for device in {source.device for source in sources if source.is_cuda}:
+        torch.cuda.synchronize(device)
 
 
 def _is_published(tier: Tier) -> bool:

@@ -7,8 +7,11 @@ Payloads of 64 KiB and more start at a multiple of 4096 of the file, smaller one
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
+
+K = TypeVar("K", bound=Hashable)
 
 PAGE_BYTES = 4096
 SMALL_ALIGN_BYTES = 64
@@ -77,3 +80,26 @@ def place(items: Sequence[int], extents: Sequence[Extent]) -> Placement:
         end = payload_at + extent.payload_bytes + extent.suffix_bytes
     size = -(-end // PAGE_BYTES) * PAGE_BYTES if end >= PAGE_BYTES else end
     return Placement(tuple(items), tuple(starts), size)
+
+
+def share_out(held: Sequence[Mapping[K, int]]) -> list[set[K]]:
+    """Decide which rank writes what, so that every rank writes about as many bytes.
+
+    Args:
+        held: for each rank, what it holds and its bytes. What several ranks hold is the same.
+
+    Returns:
+        For each rank what it writes; everything that is held is in exactly one of them.
+    """
+    holders: dict[K, list[int]] = {}
+    for rank, mine in enumerate(held):
+        for key in mine:
+            holders.setdefault(key, []).append(rank)
+    load_bytes = [0] * len(held)
+    chosen: list[set[K]] = [set() for _ in held]
+    # What only one rank holds comes first, then the largest: small ones even out the rest.
+    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -held[holders[key][0]][key])):
+        rank = min(holders[key], key=lambda rank: load_bytes[rank])
+        load_bytes[rank] += held[rank][key]
+        chosen[rank].add(key)
+    return chosen

@@ -6,6 +6,7 @@ A tensor's payload is its elements in C order. CPU tensors that already lie so a
 from __future__ import annotations
 
 import ctypes
+import functools
 import io
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -94,13 +95,13 @@ def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor as plain C-ordered CPU memory: itself, or a copy if it is not that."""
-    lazy = tensor.is_conj() or tensor.is_neg()
-    if tensor.is_cpu and not lazy and tensor.is_contiguous():
+    if tensor.is_cpu and _is_plain(tensor):
         return tensor
-    plain = tensor.detach()
-    if lazy:
-        plain = plain.resolve_conj().resolve_neg()
-    return plain.cpu().contiguous()
+    return tensor.detach().resolve_conj().resolve_neg().cpu().contiguous()
+
+
+def _is_plain(tensor: torch.Tensor) -> bool:
+    return tensor.is_contiguous() and not (tensor.is_conj() or tensor.is_neg())
 
 
 def bytes_of(tensor: torch.Tensor) -> memoryview:
@@ -136,6 +137,9 @@ def pieces(items: list[Item], placement: Placement) -> Iterator[memoryview]:
         tail = envelope.suffix
         end = start + len(envelope.prefix) + item.payload_bytes + len(tail)
         source = item.source
+        if isinstance(source, torch.Tensor) and source.is_cuda and _is_plain(source):
+            yield from _from_gpu(source, item)
+            continue
         payload = source if isinstance(source, memoryview) else bytes_of(dense(source))
         if item.payload_bytes > item.block:
             yield from _digested(payload, item)
@@ -157,4 +161,33 @@ def _digested(payload: memoryview, item: Item) -> Iterator[memoryview]:
     item.digests = digests
 
 
+def _from_gpu(tensor: torch.Tensor, item: Item) -> Iterator[memoryview]:
+    """Yield the payload in pieces of pinned host memory, each its own, on a stream of its own.
+
+    The tensor must be complete: nothing here waits for the streams that made it.
+    """
+    flat = tensor.detach().reshape(-1).view(torch.uint8)
+    run = max(_GPU_RUN_BYTES // max(item.block, 1), 1) * item.block
+    stream = _stream_for_reading(tensor.device)
+    digests: list[int] = []
+    for begin in range(0, item.payload_bytes, run):
+        part = flat[begin : begin + run]
+        host = torch.empty(part.shape, dtype=torch.uint8, pin_memory=True)
+        with torch.cuda.stream(stream):
+            host.copy_(part, non_blocking=True)
+        stream.synchronize()
+        view = bytes_of(host)
+        digests += [
+            digest(view[at : at + item.block]) for at in range(0, len(view), item.block)
+        ]
+        yield view
+    item.digests = digests
+
+
+@functools.cache
+def _stream_for_reading(device: torch.device) -> torch.cuda.Stream:
+    return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+
+
+_GPU_RUN_BYTES = 16 << 20  # a transfer of this size runs at the speed of the bus
 _RUN_BYTES = 1 << 20  # stays in the second-level cache between digest and copy

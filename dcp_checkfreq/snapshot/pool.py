@@ -1,4 +1,4 @@
-"""Host memory for snapshots, kept for the life of the process.
+"""Memory for snapshots, on the host or on a GPU, kept for the life of the process.
 
 Reuse is the point: a copy into memory that the process already owns is 4 to 9 times faster than
 one into new pages. One slot by default; whoever comes while it is leased waits until its bytes are
@@ -7,6 +7,7 @@ on storage. Pinned where there is a CUDA device, on huge pages elsewhere.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import logging
 import threading
@@ -19,6 +20,7 @@ from dcp_checkfreq.errors import SnapshotFailed
 from dcp_checkfreq.storage.bounce import HUGE_PAGE_BYTES, huge_buffer
 
 _log = logging.getLogger(__name__)
+_SLACK_BYTES = 64 << 20  # not worth a new allocation
 _POLL_S = 0.2  # how often a waiting thread looks whether the holder's thread has died
 
 
@@ -26,7 +28,7 @@ class Lease:
     """The right to write one slot, until `release`.
 
     Attributes:
-        memory: [size_bytes], uint8, CPU, starting at a multiple of 4096.
+        memory: [size_bytes], uint8, starting at a multiple of 4096.
         tensors: what the last snapshot called its parts of the memory, for the next one to use
             again. It also keeps them alive: torch lets go of the GIL whenever a tensor dies, so
             that a background thread which drops a snapshot of 800 tensors waits for seconds.
@@ -35,52 +37,81 @@ class Lease:
     """
 
     def __init__(
-        self, pool: HostPool, memory: torch.Tensor, tensors: dict[Hashable, torch.Tensor]
+        self, pool: BufferPool, memory: torch.Tensor, tensors: dict[Hashable, torch.Tensor]
     ) -> None:
         self._pool = pool
         self.memory = memory
         self.tensors = tensors
         self.worker: threading.Thread | None = None
 
+    def touch(self) -> None:
+        """Have the system provide the memory now, if it has not yet."""
+        if self._pool.is_untouched and not self.memory.is_pinned():
+            ctypes.memset(self.memory.data_ptr(), 0, self.memory.nbytes)
+
     def release(self) -> None:
         """Give the slot back; its content may change from now on. May be called twice."""
         self._pool._give_back(self)
 
 
-class HostPool:
-    """A slot of host memory, leased to one snapshot at a time. Thread-safe.
+class BufferPool:
+    """A slot of memory, leased to one snapshot at a time. Thread-safe.
 
     Args:
+        device: of the memory; None: host.
         wait_s: how long `lease` waits for the slot before it gives up.
     """
 
-    def __init__(self, *, wait_s: float = 600.0, clock: Clock | None = None) -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        *,
+        wait_s: float = 600.0,
+        clock: Clock | None = None,
+    ) -> None:
+        self._device = device
         self._wait_s = wait_s
         self._clock = clock or SystemClock()
         self._free = threading.Condition()
         self._memory: torch.Tensor | None = None
         self._tensors: dict[Hashable, torch.Tensor] = {}
         self._lease: Lease | None = None
+        self._leases_of_memory = 0  # how often this memory was leased
+
+    @property
+    def is_untouched(self) -> bool:
+        """Whether no snapshot before the one that holds the lease has used the memory."""
+        return self._leases_of_memory == 1
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of host memory that the pool holds now."""
+        """Bytes of memory that the pool holds now."""
         return 0 if self._memory is None else self._memory.nbytes
 
-    def lease(self, size_bytes: int) -> Lease:
+    def lease(self, size_bytes: int, *, fit: bool = False) -> Lease:
         """Wait for the slot, make it at least ``size_bytes`` large, and hand it out.
+
+        Args:
+            size_bytes: to lease.
+            fit: also make it smaller if it is much too large.
 
         Raises:
             SnapshotFailed: the slot was not given back in time, or there is no memory.
         """
         with self._free:
             self._wait()
-            if self._memory is None or self._memory.nbytes < size_bytes:
+            if self._memory is None or not self._suits(size_bytes, fit):
                 self._memory = None  # the old one goes before the new one comes
                 self._tensors = {}
-                self._memory = _allocate(size_bytes)
+                self._memory = _allocate(size_bytes, self._device)
+                self._leases_of_memory = 0
+            self._leases_of_memory += 1
             self._lease = Lease(self, self._memory[:size_bytes], self._tensors)
             return self._lease
+
+    def _suits(self, size_bytes: int, fit: bool) -> bool:
+        too_large = fit and self.held_bytes > 2 * size_bytes + _SLACK_BYTES
+        return self.held_bytes >= size_bytes and not too_large
 
     def _wait(self) -> None:
         deadline_s = self._clock.monotonic_s() + self._wait_s
@@ -118,21 +149,29 @@ class HostPool:
                 self._tensors = {}
 
 
-def _allocate(size_bytes: int) -> torch.Tensor:
+def _allocate(size_bytes: int, device: torch.device | None) -> torch.Tensor:
     size = -(-max(size_bytes, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
-    pinned = torch.cuda.is_available()
-    _log.info(
-        "snapshot buffer: taking %.1f MiB of %s host memory",
-        size / (1 << 20),
-        "pinned" if pinned else "pageable",
-    )
+    pinned = device is None and torch.cuda.is_available()
+    kind = "pinned host" if pinned else "pageable host" if device is None else str(device)
+    _log.info("snapshot buffer: taking %.1f MiB of %s memory", size / (1 << 20), kind)
     try:
+        if device is not None:
+            return torch.empty(size, dtype=torch.uint8, device=device)
         if pinned:
             return torch.empty(size, dtype=torch.uint8, pin_memory=True)
         return torch.frombuffer(huge_buffer(size), dtype=torch.uint8)
     except (MemoryError, OSError, RuntimeError) as error:
-        raise SnapshotFailed(f"no {size} bytes of host memory for the buffer: {error}") from error
+        raise SnapshotFailed(f"no {size} bytes of {kind} memory for the buffer: {error}") from error
 
 
 # One per process, so that a writer made anew for every save, as DCP's guides do, reuses it.
-PROCESS_POOL = HostPool()
+PROCESS_POOL = BufferPool()
+
+_device_pools: dict[torch.device, BufferPool] = {}
+_device_pools_lock = threading.Lock()
+
+
+def device_pool(device: torch.device) -> BufferPool:
+    """Return the process's pool of memory on this GPU."""
+    with _device_pools_lock:
+        return _device_pools.setdefault(device, BufferPool(device))

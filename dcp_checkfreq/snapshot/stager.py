@@ -1,27 +1,33 @@
-"""Copies a state dict into a leased buffer and hands DCP a state dict that lives there."""
+"""Copies a state dict into leased buffers and hands DCP a state dict that lives there."""
 
 from __future__ import annotations
 
 import copy
 import threading
 import weakref
-from collections.abc import Hashable, Mapping
-from dataclasses import dataclass
+from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_checkfreq.errors import SnapshotFailed, UnsupportedState
+from dcp_checkfreq.clock import Clock, SystemClock
+from dcp_checkfreq.errors import SnapshotFailed
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.shards.assign import next_place
-from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, memory_of
 from dcp_checkfreq.snapshot.copies import copy_tensors
-from dcp_checkfreq.snapshot.pool import PROCESS_POOL, HostPool, Lease
+from dcp_checkfreq.snapshot.guard import Address, address_of
+from dcp_checkfreq.snapshot.lanes import Lane, QueuedCopy, start_lanes
+from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool, Lease, device_pool
+from dcp_checkfreq.snapshot.survey import Found, Survey
+
+# Less than this is copied at once: a thread would cost more than it saves.
+OVERLAP_FROM_BYTES = 1 << 20
 
 
 class _Staged(dict[str, Any]):
-    """A state dict in a leased buffer. When it goes, the lease goes."""
+    """A state dict in leased buffers. When it goes, the leases go."""
 
     __slots__ = ("__weakref__",)
 
@@ -29,128 +35,259 @@ class _Staged(dict[str, Any]):
         return dict, (dict(self),)  # to another process goes the content, not the lease
 
 
-@dataclass(slots=True)
-class _Copy:
-    source: torch.Tensor
-    offset: int  # in the buffer
+class Snapshot:
+    """A copy of a state, complete or with lanes that still copy. Thread-safe.
 
+    Attributes:
+        state: what to save. Its tensors are complete after `wait`. Those that another rank writes
+            are meta tensors of the same shape and dtype.
+        copied_bytes: that this rank copies.
+        state_bytes: of all tensors of this rank.
+    """
 
-class _Survey:
-    """Finds every tensor of a state and gives each distinct memory a place."""
+    def __init__(
+        self, state: dict[str, Any], lanes: Sequence[Lane], copied_bytes: int, state_bytes: int
+    ) -> None:
+        self.state = state
+        self._lanes = lanes
+        self.copied_bytes = copied_bytes
+        self.state_bytes = state_bytes
 
-    def __init__(self) -> None:
-        self.copies: list[_Copy] = []
-        self.position: dict[int, int] = {}  # id of a tensor object: position in copies
-        self.size_bytes = 0
-        self._known: dict[tuple[object, ...], int] = {}
+    def before_update(self) -> None:
+        """On the training thread: return once the live state may change.
 
-    def visit(self, value: object, path: str) -> None:
-        """Look where DCP looks: into mappings and lists. What else there is becomes a byte item."""
-        if isinstance(value, torch.Tensor):
-            if id(value) not in self.position:
-                self._tensor(value, path)
-        elif isinstance(value, Mapping):
-            for key, inner in value.items():
-                self.visit(inner, f"{path}.{key}" if path else str(key))
-        elif isinstance(value, list):
-            for number, inner in enumerate(value):
-                self.visit(inner, f"{path}.{number}")
+        Raises:
+            SnapshotFailed: the copy failed; this snapshot must not be saved.
+        """
+        for lane in self._lanes:
+            lane.before_update()
 
-    def _tensor(self, tensor: torch.Tensor, path: str) -> None:
-        if is_sharded_tensor(tensor):
-            raise UnsupportedState(
-                path,
-                "ShardedTensor",
-                "only DTensor shards can be staged. Give FSDP a device_mesh, use fully_shard, "
-                "or save with dcp.save",
-            )
-        local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-        local = local.detach()
-        check_storable(local, path)
-        identity = memory_of(local) if local.nbytes else (id(tensor),)
-        position = self._known.get(identity)
-        if position is None:
-            position = self._known[identity] = len(self.copies)
-            # As in the file, so that large parts can be written from where they lie.
-            offset = next_place(self.size_bytes, local.nbytes)
-            self.copies.append(_Copy(local, offset))
-            self.size_bytes = offset + local.nbytes
-        self.position[id(tensor)] = position
+    def wait(self) -> None:
+        """On any thread: return once the copy is complete. Raises the same."""
+        for lane in self._lanes:
+            lane.wait()
+
+    @property
+    def overlapped_s(self) -> float:
+        """How long the longest lane copied; call it after `wait`."""
+        return max((lane.seconds_s for lane in self._lanes), default=0.0)
 
 
 class Stager:
-    """Stages for one writer; the memory comes from a pool that all writers share."""
+    """Stages for one writer; the memory comes from pools that all writers share."""
 
-    def __init__(self, pool: HostPool = PROCESS_POOL) -> None:
+    def __init__(
+        self,
+        pool: BufferPool = PROCESS_POOL,
+        *,
+        overlap_from_bytes: int = OVERLAP_FROM_BYTES,
+        clock: Clock | None = None,
+    ) -> None:
         self._pool = pool
-        self._lease: Lease | None = None
+        self._overlap_from_bytes = overlap_from_bytes
+        self._clock = clock or SystemClock()
+        self._leases: _Leases | None = None
 
     def __reduce__(self) -> tuple[type[Stager], tuple[()]]:
         return Stager, ()  # a lease means nothing in another process
 
-    @torch.no_grad()
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
+    def stage(self, state: Mapping[str, Any]) -> dict[str, Any]:
         """Return a copy of the state that no later change of the original can reach.
-
-        Tensors are copied into the leased buffer: views only their own elements, tied ones once.
-        Everything else is deep-copied. On CUDA the copies have arrived when this returns. Waits
-        while the snapshot before is still being written out.
 
         Raises:
             UnsupportedState: a tensor that could not be written, or loaded again.
             SnapshotFailed: no buffer, or a value that cannot be copied.
         """
-        with collector_held():
-            survey = _Survey()
-            survey.visit(state_dict, "")
-        lease = self._pool.lease(survey.size_bytes)
+        snapshot = self.begin(state)
         try:
+            snapshot.wait()
+        except BaseException:
+            self.release()
+            raise
+        return snapshot.state
+
+    @torch.no_grad()
+    def begin(
+        self,
+        state: Mapping[str, Any],
+        survey: Survey | None = None,
+        *,
+        only: AbstractSet[str] | None = None,
+        guarded: AbstractSet[Address] = frozenset(),
+        on_gpu: bool = False,
+        touch_first: bool = False,
+    ) -> Snapshot:
+        """Start a snapshot of the state as it is now.
+
+        Tensors are copied into the leased buffer: views only their own elements, tied ones once.
+        Everything else is deep-copied. What is not guarded is copied before this returns (on CUDA:
+        queued on the current stream, so that later work on it comes after). Waits while the
+        snapshot before is still being written out.
+
+        Args:
+            state: what to copy.
+            survey: of the state, if it was made already.
+            only: flat keys of the tensors that this rank writes; None: all of them.
+            guarded: where the tensors are that nobody changes before `Snapshot.before_update`.
+            on_gpu: copy guarded CUDA tensors into GPU memory, to be read from there.
+            touch_first: make sure that new memory is there before the copying starts.
+
+        Raises:
+            UnsupportedState, SnapshotFailed: nothing was staged.
+        """
+        with collector_held():
+            survey = survey or Survey(state)
+        plan = _Plan(survey, only, guarded, on_gpu=on_gpu)
+        if plan.overlapped_host_bytes < self._overlap_from_bytes:
+            plan.overlap_no_host_memory()
+        leases = _Leases(self._pool.lease(plan.host_bytes, fit=only is not None))
+        try:
+            for device, size_bytes in plan.gpu_bytes.items():
+                leases.on_device[device] = device_pool(device).lease(size_bytes, fit=True)
+            if touch_first:
+                leases.host.touch()
             with collector_held():
-                staged = _Staged(self._copy(state_dict, survey, lease))
+                staged = self._copy(state, survey, plan, leases)
         except (TypeError, RecursionError, copy.Error) as error:
-            lease.release()
+            leases.release()
             raise SnapshotFailed(f"a value of the state cannot be copied: {error}") from error
         except BaseException:
-            lease.release()
+            leases.release()
             raise
-        self._lease = lease
-        weakref.finalize(staged, lease.release).atexit = False
-        return staged
+        self._leases = leases
+        weakref.finalize(staged, leases.release).atexit = False
+        return Snapshot(staged, leases.lanes, plan.copied_bytes, survey.state_bytes)
 
-    def _copy(self, state_dict: dict[str, Any], survey: _Survey, lease: Lease) -> dict[str, Any]:
-        parts = _Parts(lease)
-        places = [parts.place(item) for item in survey.copies]
-        on_device = copy_tensors([item.source for item in survey.copies], places)
+    def _copy(
+        self, state: Mapping[str, Any], survey: Survey, plan: _Plan, leases: _Leases
+    ) -> _Staged:
+        parts = _Parts(leases)
+        places = {memory: parts.place(item) for memory, item in plan.items.items()}
+        items = list(plan.items.items())
+        now = [(item.found.local, places[memory]) for memory, item in items if not item.overlaps]
+        later = [
+            (item.found.path, item.found.local, places[memory])
+            for memory, item in items
+            if item.overlaps
+        ]
+        if later:
+            leases.lanes += start_lanes(later, self._clock)
+        copy_tensors([source for source, _ in now], [target for _, target in now])
+        queued_on = {source.device for source, _ in now if source.is_cuda}
+        leases.lanes += [QueuedCopy(device) for device in queued_on]
+        of_tensor = {id(one.tensor): one for one in survey.found}
 
         def rebuilt(value: Any) -> Any:
             """Return the same nesting of mappings and lists, with tensors in the buffer."""
-            if isinstance(value, DTensor):
-                return parts.like(value, survey.copies[survey.position[id(value)]])
             if isinstance(value, torch.Tensor):
-                return places[survey.position[id(value)]]
+                one = of_tensor[id(value)]
+                item = plan.items.get(one.memory)
+                local = parts.absent(one) if item is None else places[one.memory]
+                if isinstance(value, DTensor):
+                    return parts.like(value, local)
+                return local
             if isinstance(value, Mapping):
                 return {key: rebuilt(inner) for key, inner in value.items()}
             if isinstance(value, list):
                 return [rebuilt(inner) for inner in value]
             return _own_copy(value)
 
-        staged = {key: rebuilt(value) for key, value in state_dict.items()}
-        lease.tensors = parts.used
-        if on_device:
-            torch.accelerator.current_stream().synchronize()
+        staged = _Staged({key: rebuilt(value) for key, value in state.items()})
+        leases.host.tensors = parts.used
         return staged
+
+    @property
+    def holds_a_snapshot(self) -> bool:
+        """Whether a snapshot is leased that was not released yet."""
+        return self._leases is not None
 
     def handed_to(self, worker: threading.Thread) -> None:
         """Name the thread that writes the snapshot out; its end ends the lease."""
-        if self._lease is not None:
-            self._lease.worker = worker
+        if self._leases is not None:
+            self._leases.handed_to(worker)
 
     def release(self) -> None:
         """Say that the snapshot's bytes are on storage, or given up. May be called twice."""
-        # Taken out first: once it is released, `stage` in another thread may set the next one.
-        lease, self._lease = self._lease, None
-        if lease is not None:
+        # Taken out first: once it is released, `begin` in another thread may set the next one.
+        leases, self._leases = self._leases, None
+        if leases is not None:
+            leases.release()
+
+
+class _Leases:
+    """What one snapshot holds: memory, and the lanes that write into it."""
+
+    def __init__(self, host: Lease) -> None:
+        self.host = host
+        self.on_device: dict[torch.device, Lease] = {}
+        self.lanes: list[Lane] = []
+
+    def of(self, device: torch.device | None) -> Lease:
+        return self.host if device is None else self.on_device[device]
+
+    def handed_to(self, worker: threading.Thread) -> None:
+        for lease in (self.host, *self.on_device.values()):
+            lease.worker = worker
+
+    def release(self) -> None:
+        """Give the memory back, once nothing writes into it any more."""
+        for lane in self.lanes:
+            try:
+                lane.wait()
+            except SnapshotFailed:
+                continue  # raised where the snapshot is used
+        for lease in (self.host, *self.on_device.values()):
             lease.release()
+
+
+class _Item:
+    """A distinct piece of memory to copy, and where to."""
+
+    __slots__ = ("device", "found", "offset", "overlaps")
+
+    def __init__(self, found: Found, *, overlaps: bool, device: torch.device | None) -> None:
+        self.found = found
+        self.overlaps = overlaps
+        self.device = device  # of the buffer; None: host
+        self.offset = 0
+
+
+class _Plan:
+    """What is copied, when, and where to."""
+
+    def __init__(
+        self, survey: Survey, only: AbstractSet[str] | None, guarded: AbstractSet[Address], *, on_gpu: bool
+    ) -> None:
+        self.items: dict[Hashable, _Item] = {}
+        sizes: dict[torch.device | None, int] = {}
+        for one in survey.found:
+            if only is not None and only.isdisjoint(survey.paths[id(one.tensor)]):
+                continue
+            if one.memory in self.items:
+                continue
+            overlaps = address_of(one.local) in guarded
+            to_gpu = on_gpu and overlaps and one.local.is_cuda
+            item = _Item(one, overlaps=overlaps, device=one.local.device if to_gpu else None)
+            # As in the file, so that large parts can be written from where they lie.
+            item.offset = next_place(sizes.get(item.device, 0), one.local.nbytes)
+            sizes[item.device] = item.offset + one.local.nbytes
+            self.items[one.memory] = item
+        self.host_bytes = sizes.pop(None, 0)
+        self.gpu_bytes = {device: size for device, size in sizes.items() if device is not None}
+        self.copied_bytes = sum(item.found.local.nbytes for item in self.items.values())
+
+    @property
+    def overlapped_host_bytes(self) -> int:
+        """Bytes of CPU tensors that a thread would copy."""
+        return sum(item.found.local.nbytes for item in self._overlapped_on_host())
+
+    def overlap_no_host_memory(self) -> None:
+        """Copy all CPU tensors before the call returns."""
+        for item in self._overlapped_on_host():
+            item.overlaps = False
+
+    def _overlapped_on_host(self) -> list[_Item]:
+        return [item for item in self.items.values() if item.overlaps and item.found.local.is_cpu]
 
 
 def _own_copy(value: Any) -> Any:
@@ -177,38 +314,50 @@ def _own_copy(value: Any) -> Any:
 
 
 class _Parts:
-    """Tensors that are parts of the buffer: those of the snapshot before, where they fit."""
+    """Tensors that are parts of the buffers: those of the snapshot before, where they fit."""
 
-    def __init__(self, lease: Lease) -> None:
-        self._memory = lease.memory
-        self._before = lease.tensors
+    def __init__(self, leases: _Leases) -> None:
+        self._leases = leases
+        self._before = leases.host.tensors
         self.used: dict[Hashable, torch.Tensor] = {}
 
-    def place(self, item: _Copy) -> torch.Tensor:
+    def place(self, item: _Item) -> torch.Tensor:
         """Return the tensor that the copy goes into."""
-        source = item.source
-        key = (item.offset, source.dtype, source.shape)
+        source = item.found.local
+        memory = self._leases.of(item.device).memory
+        key = (memory.data_ptr(), item.offset, source.dtype, source.shape)
         part = self._before.get(key)
         if part is None:
-            flat = self._memory[item.offset : item.offset + source.nbytes]
+            flat = memory[item.offset : item.offset + source.nbytes]
             part = flat.view(source.dtype).view(source.shape)
         self.used[key] = part
         return part
 
-    def like(self, tensor: DTensor, item: _Copy) -> torch.Tensor:
-        """Return a DTensor like ``tensor`` whose local shard is where the copy goes."""
-        local = self.place(item)
-        layout = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-        key = (item.offset, local.dtype, local.shape, layout)
+    def absent(self, one: Found) -> torch.Tensor:
+        """Return a meta tensor that stands for what another rank writes."""
+        key = ("absent", one.local.dtype, one.local.shape)
         part = self._before.get(key)
         if part is None:
-            part = DTensor.from_local(
-                local,
-                tensor.device_mesh,
-                tensor.placements,
-                run_check=False,
-                shape=tensor.shape,
-                stride=tensor.stride(),
-            )
+            part = torch.empty(one.local.shape, dtype=one.local.dtype, device="meta")
         self.used[key] = part
         return part
+
+    def like(self, tensor: DTensor, local: torch.Tensor) -> torch.Tensor:
+        """Return a DTensor like ``tensor`` with this local shard, wherever that is."""
+        layout = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
+        key = (local.device, local.data_ptr(), local.dtype, local.shape, layout)
+        part = self._before.get(key)
+        if part is None:
+            # Not `from_local`: it would move the shard to the device of the mesh.
+            part = _with_local(tensor, local)
+        self.used[key] = part
+        return part
+
+
+def _with_local(tensor: DTensor, local: torch.Tensor) -> torch.Tensor:
+    names, context = tensor.__tensor_flatten__()  # type: ignore[no-untyped-call]
+    inner = {name: getattr(tensor, name) for name in names}  # the shard; since 2.13 also its mesh
+    inner = {key: local if isinstance(part, torch.Tensor) else part for key, part in inner.items()}
+    unflatten: Any = DTensor.__tensor_unflatten__
+    made: torch.Tensor = unflatten(inner, context, tensor.shape, tensor.stride())
+    return made.detach()

@@ -18,7 +18,7 @@ from dcp_checkfreq import (
     SnapshotFailed,
 )
 from dcp_checkfreq.snapshot import pool as pool_module
-from dcp_checkfreq.snapshot.pool import PROCESS_POOL, HostPool
+from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool
 from dcp_checkfreq.snapshot.stager import Stager
 from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.testing import GatedTier, ManualClock, MemoryTier
@@ -34,7 +34,7 @@ def values(tier):
 
 
 def test_memory_is_kept_and_reused_and_grows_when_it_must():
-    pool = HostPool()
+    pool = BufferPool()
     assert pool.held_bytes == 0
     first = pool.lease(3 * MIB)
     place = first.memory.data_ptr()
@@ -51,13 +51,13 @@ def test_memory_is_kept_and_reused_and_grows_when_it_must():
 
 
 def test_memory_starts_at_a_page():
-    lease = HostPool().lease(100)
+    lease = BufferPool().lease(100)
     assert lease.memory.data_ptr() % 4096 == 0
     assert lease.memory.dtype == torch.uint8
 
 
 def test_leased_memory_is_not_dropped():
-    pool = HostPool()
+    pool = BufferPool()
     lease = pool.lease(100)
     pool.drop()
     assert pool.held_bytes == 2 * MIB
@@ -65,7 +65,7 @@ def test_leased_memory_is_not_dropped():
 
 
 def test_a_second_lease_waits_for_the_first():
-    pool = HostPool()
+    pool = BufferPool()
     first = pool.lease(100)
     with ThreadPoolExecutor(1) as threads:
         second = threads.submit(pool.lease, 100)
@@ -76,7 +76,7 @@ def test_a_second_lease_waits_for_the_first():
 
 
 def test_releasing_twice_does_not_free_the_lease_of_the_next():
-    pool = HostPool(wait_s=0.0)
+    pool = BufferPool(wait_s=0.0)
     first = pool.lease(100)
     first.release()
     second = pool.lease(100)
@@ -88,7 +88,7 @@ def test_releasing_twice_does_not_free_the_lease_of_the_next():
 
 def test_waiting_ends_after_wait_s_by_the_clock_with_an_error_that_says_so(monkeypatch):
     clock = ManualClock()
-    pool = HostPool(wait_s=600.0, clock=clock)
+    pool = BufferPool(wait_s=600.0, clock=clock)
     monkeypatch.setattr(pool_module, "_POLL_S", 0.001)
     lease = pool.lease(100)
     with ThreadPoolExecutor(1) as threads:
@@ -104,14 +104,14 @@ def test_waiting_ends_after_wait_s_by_the_clock_with_an_error_that_says_so(monke
 
 
 def test_no_memory_is_a_snapshot_error_and_the_pool_works_after_it():
-    pool = HostPool()
-    with pytest.raises(SnapshotFailed, match="bytes of host memory"):
+    pool = BufferPool()
+    with pytest.raises(SnapshotFailed, match="bytes of pageable host memory"):
         pool.lease(1 << 60)
     pool.lease(100).release()
 
 
 def test_a_slot_whose_writing_thread_has_ended_is_free():
-    pool = HostPool(wait_s=5.0)
+    pool = BufferPool(wait_s=5.0)
     lease = pool.lease(100)
     lease.worker = threading.Thread(target=lambda: None)
     lease.worker.start()
@@ -120,7 +120,7 @@ def test_a_slot_whose_writing_thread_has_ended_is_free():
 
 
 def test_a_snapshot_that_nobody_holds_gives_its_slot_back():
-    pool = HostPool(wait_s=0.0)
+    pool = BufferPool(wait_s=0.0)
     staged = Stager(pool).stage({"w": torch.ones(3)})
     del staged
     Stager(pool).stage({"w": torch.ones(3)})

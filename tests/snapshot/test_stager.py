@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from dcp_checkfreq import SnapshotFailed, UnsupportedState
-from dcp_checkfreq.snapshot.pool import HostPool
+from dcp_checkfreq.snapshot.pool import BufferPool
 from dcp_checkfreq.snapshot.stager import Stager
 
 HUGE_PAGE_BYTES = 2 << 20
@@ -18,7 +18,7 @@ HUGE_PAGE_BYTES = 2 << 20
 
 @pytest.fixture
 def pool():
-    return HostPool(wait_s=5.0)
+    return BufferPool(wait_s=5.0)
 
 
 def staged(state, pool):

@@ -1,0 +1,136 @@
+"""Makes `optimizer.step` wait for a snapshot that is still being copied."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dcp_checkfreq.errors import SnapshotFailed
+
+_log = logging.getLogger(__name__)
+
+Address = tuple[int, int]  # of a tensor's first element, and its bytes
+
+
+class Guarded(Protocol):
+    """A snapshot, seen from the training loop."""
+
+    def before_update(self) -> None:
+        """Return once the live state may change. Raises `SnapshotFailed`."""
+        ...
+
+
+def address_of(local: torch.Tensor) -> Address:
+    """Return where a tensor's elements are."""
+    return local.data_ptr(), local.nbytes
+
+
+class Guard:
+    """Stands before the weight updates of some optimizers (CheckFreq, section 4.2).
+
+    Works with any optimizer that is called through `Optimizer.step`: closures, GradScaler,
+    foreach and fused ones, accumulated gradients (the hook runs only when there is a step).
+
+    Args:
+        optimizers: whose parameters and state may be copied while training goes on.
+        raise_errors: raise a failed snapshot before the update, rather than log it there. The
+            save has failed in either case, and is reported as such.
+        around_update: called before and after each update, after the waiting, and with what the
+            waiting began: for measurements.
+    """
+
+    def __init__(
+        self,
+        optimizers: Sequence[Optimizer],
+        *,
+        raise_errors: bool = False,
+        around_update: GuardTimes | None = None,
+    ) -> None:
+        self._optimizers = list(optimizers)
+        self._raise_errors = raise_errors
+        self._times = around_update
+        self._snapshot: Guarded | None = None
+        self._hooks = [
+            remove
+            for optimizer in self._optimizers
+            for remove in (
+                optimizer.register_step_pre_hook(self._before),
+                optimizer.register_step_post_hook(self._after),
+            )
+        ]
+
+    def addresses(self) -> set[Address]:
+        """Return where the tensors are that only these optimizers change."""
+        return {address_of(local) for local in map(_local, self._tensors()) if local.nbytes}
+
+    def _tensors(self) -> Iterator[torch.Tensor]:
+        for optimizer in self._optimizers:
+            for group in optimizer.param_groups:
+                yield from group["params"]
+            for state in optimizer.state.values():
+                for value in state.values():
+                    if isinstance(value, torch.Tensor):
+                        yield value
+
+    def arm(self, snapshot: Guarded) -> None:
+        """Let the next update wait for this snapshot."""
+        self._snapshot = snapshot
+
+    def wait(self) -> None:
+        """Return once the live state may change.
+
+        Raises:
+            SnapshotFailed: the snapshot failed; its step will not be saved.
+        """
+        snapshot, self._snapshot = self._snapshot, None
+        if snapshot is not None:
+            snapshot.before_update()
+
+    def _before(self, *_: Any) -> None:
+        times = self._times
+        if self._snapshot is not None:
+            begun = times.now() if times else None
+            try:
+                self.wait()
+            except SnapshotFailed as error:
+                if self._raise_errors:
+                    raise
+                _log.error("this step will not be saved: %s", error)
+            if times:
+                times.waited(begun, times.now())
+        if times:
+            self._update_begun = times.now()
+
+    def _after(self, *_: Any) -> None:
+        if self._times:
+            self._times.updated(self._update_begun, self._times.now())
+
+    def close(self) -> None:
+        """Take the hooks away. May be called twice."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []
+        self._snapshot = None
+
+
+class GuardTimes(Protocol):
+    """Where a guard reports how long things took. Marks are what `now` returns."""
+
+    now: Callable[[], Any]
+
+    def waited(self, begun: Any, ended: Any) -> None:
+        """Take note that an update waited for a snapshot."""
+        ...
+
+    def updated(self, begun: Any, ended: Any) -> None:
+        """Take note of an update (Tw)."""
+        ...
+
+
+def _local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
