@@ -1,0 +1,161 @@
+"""Figure 7: what checkpointing costs the whole run, at the interval that the policy chose.
+
+For three sizes: runs with ``max_overhead``, runs that save synchronously at the same interval, and
+runs that save nothing take turns in random order. Overhead is the mean iteration of the one over
+that of the other, in the same round, from where the interval is known and has settled.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import count
+from pathlib import Path
+from statistics import median
+
+from harness import order
+from record import Goal, Grid, Paper, Raw, Result, Settings, megabytes, percent, spread
+from savers import NoSaver, Ours, OursSync
+from sim import SimJob, SimSpec
+
+MB = 1_000_000
+ARMS = ("none", "auto", "sync")
+MAX_PROFILE_ITERATIONS = 400
+PAPER = [
+    Paper("run-time overhead of any model", "at most 3.5 %", "reference/peers.md, section 3"),
+]
+
+
+@dataclass(frozen=True, slots=True)
+class Length:
+    """How long the measured part of a run is, and what of it is left out."""
+
+    settle_intervals: int
+    intervals: int
+    least_iterations: int
+
+
+def specs(quick: bool) -> list[SimSpec]:
+    if quick:
+        return [SimSpec(state_bytes=6 * MB, iteration_s=0.02, update_s=0.002)]
+    return [
+        SimSpec(state_bytes=megabytes_ * MB, iteration_s=iteration_s, update_s=iteration_s / 10)
+        for megabytes_, iteration_s in ((50, 0.1), (150, 0.15), (400, 0.25))
+    ]
+
+
+def run(settings: Settings) -> Result:
+    repeats = settings.repeats or (1 if settings.quick else 5)
+    length = Length(1, 2, 6) if settings.quick else Length(2, 3, 18)
+    raw: list[Raw] = []
+    figures: Raw = {}
+    grid = Grid(
+        "overhead of the run at the chosen interval",
+        ("state", "Ti, ms", "k", "ours: median", "min", "max", "sync: median", "min", "max"),
+        caption=f"p = {percent(settings.max_overhead)}; negative: within the noise of the machine",
+    )
+    for spec in specs(settings.quick):
+        settings.say(f"fig7: {megabytes(spec.state_bytes)}")
+        runs = _measure(spec, settings, repeats, length)
+        raw += runs
+        measured = figures[megabytes(spec.state_bytes)] = _figures(runs)
+        ours, sync, chosen = measured["auto"], measured["sync"], measured["interval_steps"]
+        grid.rows.append(
+            (
+                megabytes(spec.state_bytes), f"{measured['iteration_s']['median'] * 1e3:.0f}",
+                f"{chosen['min']:.0f} to {chosen['max']:.0f}",
+                *(percent(ours[key]) for key in ("median", "min", "max")),
+                *(percent(sync[key]) for key in ("median", "min", "max")),
+            )
+        )  # fmt: skip
+    ours_all = [value for measured in figures.values() for value in measured["auto"]["values"]]
+    goals = [
+        Goal("overhead, worst of all runs", max(ours_all), settings.max_overhead),
+        Goal("overhead, median of all runs", median(ours_all), 0.01),
+    ]
+    config = {"specs": [spec.fields() for spec in specs(settings.quick)], "arms": ARMS}
+    return Result("fig7", config, repeats, raw, figures, goals, PAPER, [grid])
+
+
+def _measure(spec: SimSpec, settings: Settings, repeats: int, length: Length) -> list[Raw]:
+    job = SimJob(spec)
+    runs: list[Raw] = []
+    with settings.scratch() as folder:
+        first = _auto(job, folder / "first", settings, length)  # warms up, and gives a first k
+        interval, iterations = first["interval_steps"], first["iterations"]
+        for round_number, arm in order(ARMS, repeats, settings.seed):
+            root = folder / f"{arm}{round_number}"
+            if arm == "auto":
+                done = _auto(job, root, settings, length)
+                interval, iterations = done["interval_steps"], done["iterations"]
+            elif arm == "sync":
+                done = _sync(job, root, interval, iterations)
+            else:
+                done = _window(job, NoSaver(), iterations)
+            if round_number:
+                name = megabytes(spec.state_bytes)
+                runs.append({"state": name, "round": round_number, "arm": arm, **done})
+    return runs
+
+
+def _auto(job: SimJob, root: Path, settings: Settings, length: Length) -> Raw:
+    """Start like a new job: profile, choose, settle; then measure whole intervals."""
+    job.position.samples = 0
+    # 1 % of the epoch is profiled: six iterations
+    saver = Ours(
+        root, job, max_overhead=settings.max_overhead, steps_per_epoch=600, snapshot="auto"
+    )  # fmt: skip
+    ckpt = saver.checkpointer
+    try:
+        for before in count(1):
+            job.iterate(lambda: saver.after(due=False))
+            if ckpt.interval_steps is not None:
+                break
+            if before >= MAX_PROFILE_ITERATIONS:
+                raise RuntimeError(f"no interval was chosen in {before} iterations")
+        first_chosen = ckpt.interval_steps
+        job.run(length.settle_intervals * first_chosen, lambda: saver.after(due=False))
+        interval = ckpt.interval_steps
+        whole = max(length.intervals, -(-length.least_iterations // interval))
+        done = _window(job, saver, whole * interval)
+        saver.drain()
+        profiled = {
+            "iterations_until_chosen": before, "first_interval_steps": first_chosen,
+            "history": saver.history(),
+        }  # fmt: skip
+        return done | profiled | {"interval_steps": interval}
+    finally:
+        saver.close()
+
+
+def _sync(job: SimJob, root: Path, interval: int, iterations: int) -> Raw:
+    saver = OursSync(root, job)
+    try:
+        return _window(job, saver, iterations, interval) | {"interval_steps": interval}
+    finally:
+        saver.close()
+
+
+def _window(job: SimJob, saver: NoSaver, iterations: int, interval: int = 1) -> Raw:
+    done = [
+        job.iterate(lambda n=n: saver.after(due=(n + 1) % interval == 0)) for n in range(iterations)
+    ]
+    return {
+        "iterations": iterations,
+        "wall_s": sum(one.total_s for one in done),
+        "iterations_s": [one.total_s for one in done],
+        "waited_s": sum(one.guard_s + one.after_s for one in done),
+    }
+
+
+def _figures(runs: list[Raw]) -> Raw:
+    def mean_s(run: Raw) -> float:
+        return run["wall_s"] / run["iterations"]
+
+    plain_s = {run["round"]: mean_s(run) for run in runs if run["arm"] == "none"}
+    figures: Raw = {
+        arm: spread([mean_s(r) / plain_s[r["round"]] - 1 for r in runs if r["arm"] == arm])
+        for arm in ("auto", "sync")
+    }
+    figures["iteration_s"] = spread(list(plain_s.values()))
+    figures["interval_steps"] = spread([r["interval_steps"] for r in runs if r["arm"] == "auto"])
+    return figures
