@@ -11,9 +11,11 @@ from typing import Any
 
 _HOMES: dict[str, str] = {
     "DataStateError": "errors",
+    "RNGState": "data.rng",
     "ResumableBatchSampler": "data.batch_sampler",
     "ResumableLoader": "data.loader",
     "sample_rng": "data.augment",
+    "seed_everything": "data.rng",
 }
 
 __all__ = sorted(_HOMES)

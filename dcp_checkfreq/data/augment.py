@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Literal, get_args
 
-import torch
 from torch.utils.data import get_worker_info
 
-from dcp_checkfreq.data.order import COLLATE_STREAM, SAMPLE_STREAM, derive, numpy_or_none
+from dcp_checkfreq.data import global_rng
+from dcp_checkfreq.data.order import COLLATE_STREAM, SAMPLE_STREAM, derive
 
 if TYPE_CHECKING:
     import numpy as np
@@ -78,14 +77,14 @@ class SampleSeeds:
         if self._mode == "none":
             yield
             return
-        saved = _save() if self._mode == "global" and get_worker_info() is None else None
+        saved = global_rng.save() if self._mode == "global" and get_worker_info() is None else None
         token = _now.set(None)
         try:
             yield
         finally:
             _now.reset(token)
             if saved is not None:
-                _bring_back(saved)
+                global_rng.bring_back(saved)
 
     def sample(self, epoch: int, index: int) -> None:
         """From here on the random numbers are those of this sample."""
@@ -101,31 +100,4 @@ class SampleSeeds:
         key = derive(stream, self._seed, epoch, index)
         _now.set(_Sample(key))
         if self._mode == "global":
-            _seed_all(key)
-
-
-def _seed_all(key: int) -> None:
-    random.seed(key)
-    # Both are MT19937 and read 32 bits of the seed: the same half would make the same numbers.
-    torch.default_generator.manual_seed(key & 0xFFFFFFFF)
-    np = numpy_or_none()
-    if np is not None:
-        np.random.seed(key >> 32)
-
-
-_Saved = tuple[object, object, torch.Tensor]
-
-
-def _save() -> _Saved:
-    np = numpy_or_none()
-    numpy_state = None if np is None else np.random.get_state(legacy=False)
-    return random.getstate(), numpy_state, torch.default_generator.get_state()
-
-
-def _bring_back(saved: _Saved) -> None:
-    python_state, numpy_state, torch_state = saved
-    random.setstate(python_state)  # type: ignore[arg-type]
-    np = numpy_or_none()
-    if np is not None:
-        np.random.set_state(numpy_state)
-    torch.default_generator.set_state(torch_state)
+            global_rng.seed_all(key)

@@ -218,26 +218,16 @@ def decode(text: object, what: str) -> tuple[Position, Fingerprint]:
     Raises:
         DataStateError: it is not such a text, is of a newer format, or says what cannot be.
     """
-    try:
-        state: Any = json.loads(text) if isinstance(text, str) else None
-    except ValueError:
-        state = None
-    if not isinstance(state, dict):
-        raise DataStateError(what, f"the saved state is not one of a data loader: {text!r:.200}")
-    saved_format = _number(state, "format", what)
-    if saved_format > FORMAT:
-        raise DataStateError(
-            what, f"the state was saved in format {saved_format}, this version reads up to {FORMAT}"
-        )
+    state = parse(text, what)
     fingerprint = Fingerprint(
-        length=_number(state, "length", what),
-        seed=_number(state, "seed", what),
-        order=_text(state, "order", what),
-        last=_text(state, "last", what),
-        dataset=_text(state, "dataset", what),
-        global_batch=_number(state, "global_batch", what),
+        length=read_number(state, "length", what),
+        seed=read_number(state, "seed", what),
+        order=read_text(state, "order", what),
+        last=read_text(state, "last", what),
+        dataset=read_text(state, "dataset", what),
+        global_batch=read_number(state, "global_batch", what),
     )
-    position = Position(_number(state, "epoch", what), _number(state, "samples", what))
+    position = Position(read_number(state, "epoch", what), read_number(state, "samples", what))
     if position.samples >= max(fingerprint.length, 1):
         raise DataStateError(
             what,
@@ -246,20 +236,42 @@ def decode(text: object, what: str) -> tuple[Position, Fingerprint]:
     return position, fingerprint
 
 
+def parse(text: object, what: str) -> dict[str, Any]:
+    """Return the fields of a state in JSON whose format this version reads.
+
+    Raises:
+        DataStateError: it is no such text, or of a newer format.
+    """
+    try:
+        state: Any = json.loads(text) if isinstance(text, str) else None
+    except ValueError:
+        state = None
+    if not isinstance(state, dict):
+        raise DataStateError(what, f"the saved state is not one of a data loader: {text!r:.200}")
+    saved_format = readread_number(state, "format", what)
+    if saved_format > FORMAT:
+        raise DataStateError(
+            what, f"the state was saved in format {saved_format}, this version reads up to {FORMAT}"
+        )
+    return state
+
+
 def _field(state: dict[str, Any], key: str, what: str) -> Any:
     if key not in state:
         raise DataStateError(what, f"the saved state has no {key!r}, only {sorted(state)}")
     return state[key]
 
 
-def _number(state: dict[str, Any], key: str, what: str) -> int:
+def readread_number(state: dict[str, Any], key: str, what: str) -> int:
+    """Return a whole number from 0 on, or raise DataStateError."""
     value = _field(state, key, what)
     if type(value) is not int or value < 0:
         raise DataStateError(what, f"{key!r} must be a whole number from 0 on, saved was {value!r}")
     return value
 
 
-def _text(state: dict[str, Any], key: str, what: str) -> str:
+def read_text(state: dict[str, Any], key: str, what: str) -> str:
+    """Return a text, or raise DataStateError."""
     value = _field(state, key, what)
     if not isinstance(value, str):
         raise DataStateError(what, f"{key!r} must be text, saved was {value!r}")
