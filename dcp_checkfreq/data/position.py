@@ -248,7 +248,7 @@ def parse(text: object, what: str) -> dict[str, Any]:
         state = None
     if not isinstance(state, dict):
         raise DataStateError(what, f"the saved state is not one of a data loader: {text!r:.200}")
-    saved_format = readread_number(state, "format", what)
+    saved_format = read_number(state, "format", what)
     if saved_format > FORMAT:
         raise DataStateError(
             what, f"the state was saved in format {saved_format}, this version reads up to {FORMAT}"
@@ -262,7 +262,7 @@ def _field(state: dict[str, Any], key: str, what: str) -> Any:
     return state[key]
 
 
-def readread_number(state: dict[str, Any], key: str, what: str) -> int:
+def read_number(state: dict[str, Any], key: str, what: str) -> int:
     """Return a whole number from 0 on, or raise DataStateError."""
     value = _field(state, key, what)
     if type(value) is not int or value < 0:
