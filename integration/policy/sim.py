@@ -68,16 +68,16 @@ def touched(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class SimOptimizer(torch.optim.Optimizer):
-    """Adam on the touched elements only. Their gradient is ``value - target``.
+    """Adam on the touched elements only; sleeps for the rest of ``update_s``.
 
-    Dense gradients would cost memory and time that say nothing about checkpoints.
+    The gradient is ``value - target``. Dense gradients would cost memory and time that say nothing
+    about checkpoints.
     """
 
-    def __init__(
-        self, params: Any, *, rate: float = 0.05, betas: tuple[float, float] = (0.9, 0.99)
-    ):
-        super().__init__(params, {"lr": rate, "betas": betas})
+    def __init__(self, params: Any, *, update_s: float = 0.0) -> None:
+        super().__init__(params, {"lr": 0.05, "betas": (0.9, 0.99)})
         self.target = 0.0
+        self._update_s = update_s
         self.began_s = 0.0  # when the last update began: after all pre-step hooks
         for group in self.param_groups:
             for p in group["params"]:
@@ -105,6 +105,7 @@ class SimOptimizer(torch.optim.Optimizer):
             torch._foreach_add_(scale, 1e-8)
             torch._foreach_addcdiv_(values, first, scale, -group["lr"])
             torch._foreach_add_([s["step"] for s in states], 1.0)
+        sleep_until(self.began_s + self._update_s)
 
 
 class Position:
@@ -145,7 +146,7 @@ class SimJob:
     def __init__(self, spec: SimSpec, *, ranks: int = 1) -> None:
         self.spec = spec
         self.model = SimModel(spec)
-        self.optimizer = SimOptimizer(self.model.parameters())
+        self.optimizer = SimOptimizer(self.model.parameters(), update_s=spec.update_s)
         self.position = Position(spec.seed)
         self.loss = math.nan
         self._ranks = ranks
@@ -167,10 +168,8 @@ class SimJob:
         self.loss = self._loss(target)
         self.optimizer.target = target
         update_s = time.perf_counter()
-        self.optimizer.step()
+        self.optimizer.step()  # takes Tw from where it begins: a wait in its hooks is on top of Ti
         guard_s = self.optimizer.began_s - update_s
-        # From where the update began: a wait in the hooks comes on top of Ti, not out of it.
-        sleep_until(self.optimizer.began_s + self.spec.update_s)
         done_s = time.perf_counter()
         if after is not None:
             after()
