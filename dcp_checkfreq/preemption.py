@@ -11,6 +11,7 @@ What each part does, and why it is in a thread of its own:
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import queue
 import signal
@@ -65,8 +66,9 @@ class PreemptionWatch:
         grace_s: from the signal until this process gives up on a last save.
         clock: for the deadline and the timeout.
         describe: says what is saved already; for the log if there is no last save.
-        agree_timeout_s: a rank that has not answered by then makes an agreement impossible. Less
-            than ``grace_s``; the gate is held for at most 1.5 times as long.
+        agree_timeout_s: a rank that has not answered by then makes an agreement impossible, and
+            the gate is released. Less than ``grace_s``, which is how long the gate is held at
+            most: if the store hangs after this rank has written its answer.
         poll_s: how often signals and the store are looked at.
 
     Raises:
@@ -104,7 +106,7 @@ class PreemptionWatch:
         self._others: _Others | None = None
         if store is not None and world_size > 1:
             self._others = _Others(
-                store, key, rank, world_size, clock, agree_timeout_s, poll_s, self._closing
+                store, key, rank, world_size, clock, agree_timeout_s, grace_s, poll_s, self._closing
             )
         self._thread: threading.Thread | None = None
 
@@ -155,6 +157,7 @@ class PreemptionWatch:
             cause = self._wait_for_cause()
             if cause is None:
                 return
+            counted = min(1, self._signals.look())  # more of them are reported below
             self._deadline_s = self._clock.monotonic_s() + self._grace_s
             _log.warning("%s: this job will be ended", cause)
             passed = self._gate.hold()
@@ -162,7 +165,7 @@ class PreemptionWatch:
                 self._agree(passed, cause)
             finally:
                 self._gate.release()
-            self._wait_for_deadline()
+            self._wait_for_deadline(counted)
         finally:
             if not self._closing.is_set():
                 self._signals.pass_on = True  # nobody looks any more
@@ -193,10 +196,9 @@ class PreemptionWatch:
         if self.stop_at is not None:
             _log.warning("stopping at step %d; the last one here was %d", self.stop_at, passed)
 
-    def _wait_for_deadline(self) -> None:
+    def _wait_for_deadline(self, counted: int) -> None:
         """Log further signals; end the process if nobody stops it although it was told to."""
         assert self._deadline_s is not None
-        counted = self._signals.look()
         while not self._closing.wait(self._poll_s):
             if self._signals.look() > counted:
                 counted = self._signals.look()
@@ -228,6 +230,7 @@ class _Others:
         world_size: int,
         clock: Clock,
         timeout_s: float,
+        grace_s: float,
         poll_s: float,
         closing: threading.Event,
     ) -> None:
@@ -235,8 +238,8 @@ class _Others:
         self._store, self._rank, self._world_size = store, rank, world_size
         self._announced, self._decision = f"{key}/announced", f"{key}/decision"
         self._passed = [f"{key}/passed/{rank}" for rank in range(world_size)]
-        self._clock, self._timeout_s, self._poll_s = clock, timeout_s, poll_s
-        self._closing = closing
+        self._clock, self._timeout_s, self._grace_s = clock, timeout_s, grace_s
+        self._poll_s, self._closing = poll_s, closing
         self._orders: queue.SimpleQueue[tuple[int, str] | None] = queue.SimpleQueue()
         self._answer: concurrent.futures.Future[str] = concurrent.futures.Future()
         self._thread = threading.Thread(
@@ -250,11 +253,14 @@ class _Others:
     def agree(self, passed: int, cause: str) -> str:
         """Return the step to stop at, in digits, or why there is none."""
         self._orders.put((passed, cause))
-        try:
+        with contextlib.suppress(concurrent.futures.TimeoutError):
             return self._answer.result(1.5 * self._timeout_s)
-        except concurrent.futures.TimeoutError:
-            self._answer.cancel()
-            return "the store does not answer"
+        # If this rank's step was written, the others may stop by it, so that it must not pass
+        # another one before it knows.
+        if not self._answer.cancel():
+            with contextlib.suppress(concurrent.futures.TimeoutError):
+                return self._answer.result(max(0.0, self._grace_s - 1.5 * self._timeout_s))
+        return "the store does not answer"
 
     def join(self) -> None:
         """End the thread, unless it hangs in the store. After ``closing`` was set."""
@@ -263,16 +269,16 @@ class _Others:
 
     def _talk(self) -> None:
         try:
-            text = self._decide(*order) if (order := self._listen()) else "closed"
+            order = self._listen()
+            if not self._answer.set_running_or_notify_cancel():
+                return  # nobody waits any more, nothing was written
+            text = self._decide(*order) if order else "closed"
         except RuntimeError as error:  # torch's DistError and c10::Error
             text = f"the store failed: {error}"
             if not self._closing.is_set():
                 _log.warning("the other ranks are not heard any more: %s", error)
-        try:
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # nobody waits any more
             self._answer.set_result(text)
-        except concurrent.futures.InvalidStateError:
-            if not self._closing.is_set():
-                _log.error("the ranks' answer came too late and does not count here: %s", text)
 
     def _listen(self) -> tuple[int, str] | None:
         while True:

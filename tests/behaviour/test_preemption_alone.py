@@ -55,12 +55,16 @@ def threads():
     return [one.name for one in threading.enumerate() if one.name.startswith("checkfreq-preempt")]
 
 
-def passes(gate, step):
-    """Tell whether the step passes within a moment. It passes later if not."""
+def at_the_gate(gate, step):
+    """Start a training thread that takes one step, and leave it a moment to pass."""
     training = threading.Thread(target=gate.pass_step, args=[step], daemon=True)
     training.start()
     training.join(0.3)
-    return not training.is_alive()
+    return training
+
+
+def passes(gate, step):
+    return not at_the_gate(gate, step).is_alive()
 
 
 # --- one process ---
@@ -366,10 +370,10 @@ class Ranks:
 
 
 class Stalling:
-    """A store whose calls hang from `stall` until `go_on`."""
+    """A store whose calls hang from `stall`, or once a key was written, until `go_on`."""
 
-    def __init__(self, store):
-        self._store = store
+    def __init__(self, store, after=None):
+        self._store, self._after = store, after
         self._goes = threading.Event()
         self._goes.set()
         self.hangs = threading.Event()
@@ -385,7 +389,10 @@ class Stalling:
             if not self._goes.is_set():
                 self.hangs.set()
             assert self._goes.wait(60)
-            return getattr(self._store, verb)(*args)
+            answer = getattr(self._store, verb)(*args)
+            if (verb, args[0]) == ("set", self._after):
+                self.stall()
+            return answer
 
         return call
 
@@ -443,12 +450,14 @@ def test_no_rank_stops_if_one_does_not_answer(caplog):
         silent.hangs.wait(20)
         send()
         until(lambda: store.check(["key/passed/0", "key/passed/1"]), "two answers")
-        assert not passes(ranks.gates[0], 5), "held while the ranks talk"
+        held = at_the_gate(ranks.gates[0], 5)
+        assert held.is_alive(), "held while the ranks talk"
         clock.advance(10)
         until(lambda: caplog.text.count("there will be no last save") == 2, "two errors")
         assert "no answer from ranks [2] within 10 s. at 3" in caplog.text
         assert passes(ranks.gates[1], 5)
-        assert ranks.gates[0].hold() == 5, "what waited has passed"
+        held.join(20)
+        assert not held.is_alive()
         silent.go_on()
         until(lambda: caplog.text.count("there will be no last save") == 3, "a third error")
         assert ranks.stops() == [None, None, None]
@@ -456,17 +465,52 @@ def test_no_rank_stops_if_one_does_not_answer(caplog):
 
 
 def test_a_store_that_hangs_holds_up_no_step_for_long(caplog):
-    clock = SystemClock()
-    stores = [Stalling(dist.HashStore()) for _ in range(2)]
-    with Ranks(stores, [4, 4], clock=clock, agree_timeout_s=0.4) as ranks:
+    server = dist.HashStore()
+    stores = [Stalling(server) for _ in range(2)]
+    with Ranks(stores, [4, 4], agree_timeout_s=0.4) as ranks:
         stores[1].stall()
         stores[1].hangs.wait(20)
         send()
         until(lambda: "the store does not answer" in caplog.text, "an error")
         assert passes(ranks.gates[1], 5)
         stores[1].go_on()
-        until(lambda: "came too late" in caplog.text, "an answer that does not count")
-        assert ranks.watches[1].stop_at is None
+        until(lambda: threads().count("checkfreq-preempt-ask") == 1, "the end of a thread")
+        assert ranks.stops() == [None, None]
+        assert not server.check(["key/passed/1"]), "a step that does not count was not told"
+
+
+def test_a_rank_that_has_told_its_step_waits_for_the_decision():
+    server = dist.HashStore()
+    hanging = Stalling(server, after="key/passed/1")
+    with Ranks([server, hanging], [4, 4], agree_timeout_s=0.4) as ranks:
+        # Rank 0 hears of the signal by other means, while rank 1 hangs after its answer.
+        send()
+        until(hanging.hangs.is_set, "rank 1 hangs")
+        server.set("key/announced", "SIGTERM on rank 1")
+        until(lambda: ranks.watches[0].stop_at == 5, "a decision")
+        held = at_the_gate(ranks.gates[1], 5)
+        held.join(0.8)
+        assert held.is_alive(), "held, though the timeout is over"
+        hanging.go_on()
+        held.join(20)
+        assert not held.is_alive()
+        assert ranks.watches[1].stop_at == 5, "known before the step passes"
+
+
+def test_a_store_that_hangs_for_ever_holds_up_a_step_until_the_deadline(caplog):
+    server, handled = dist.HashStore(), []
+    hanging = Stalling(server, after="key/passed/1")
+    old = signal.signal(signal.SIGTERM, lambda signum, frame: handled.append(signum))
+    try:
+        with Ranks([server, hanging], [4, 4], agree_timeout_s=0.2, grace_s=1.0) as ranks:
+            send()
+            until(lambda: "the store does not answer" in caplog.text, "an error")
+            assert passes(ranks.gates[1], 5)
+            assert ranks.watches[1].stop_at is None
+            until(lambda: handled, "the signal does what it did before")
+            hanging.go_on()
+    finally:
+        signal.signal(signal.SIGTERM, old)
 
 
 class Failing:

@@ -1,0 +1,234 @@
+"""Case 05: real ranks, most of them under a real `torchrun`, and real signals."""
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow]
+
+SCRIPT = Path(__file__).with_name("jobs_preemption.py")
+
+
+class Running:
+    """A job of several ranks that was started."""
+
+    def __init__(self, folder, ranks, processes):
+        self.folder, self.ranks, self.processes = folder, ranks, processes
+
+    def wait_for(self, ending):
+        """Wait until every rank has written its file of that kind; return the texts."""
+        paths = [self.folder / f"{rank}.{ending}" for rank in range(self.ranks)]
+        end_s = time.monotonic() + 60
+        while not all(path.exists() for path in paths):
+            assert time.monotonic() < end_s, self.everything()
+            assert any(one.poll() is None for one in self.processes), self.everything()
+            time.sleep(0.02)
+        return [path.read_text() for path in paths]
+
+    def pids(self):
+        self.wait_for("running")
+        return [int(text) for text in self.wait_for("pid")]
+
+    def wait_for_log(self, rank, text):
+        end_s = time.monotonic() + 60
+        while text not in self.log(rank):
+            assert time.monotonic() < end_s, self.everything()
+            time.sleep(0.02)
+
+    def log(self, rank):
+        path = self.folder / f"{rank}.log"
+        return path.read_text() if path.exists() else ""
+
+    def everything(self):
+        return "\n".join(
+            f"--- {path.name}\n{path.read_text(errors='replace')[-3000:]}"
+            for path in sorted(self.folder.glob("*"))
+            if path.is_file() and path.suffix in (".log", ".json", ".out")
+        )
+
+    def ended(self):
+        """Wait for the end; return the exit codes and what each rank said."""
+        codes = [process.wait(90) for process in self.processes]
+        paths = [self.folder / f"{rank}.json" for rank in range(self.ranks)]
+        assert all(path.exists() for path in paths), self.everything()
+        return codes, [json.loads(path.read_text()) for path in paths]
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Give a function that starts a job; what is left of it at the end is killed."""
+    with contextlib.ExitStack() as stack:
+
+        def start(ranks, job, *, by="torchrun", launcher=(), **options):
+            arguments = [str(SCRIPT), job, str(tmp_path), json.dumps(options)]
+            port = free_port()
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            if by == "torchrun":
+                starts = [
+                    (
+                        [
+                            *("-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
+                            *("--master-addr=127.0.0.1", f"--master-port={port}", *launcher),
+                        ],
+                        {},
+                    )
+                ]
+            else:
+                method = {"file": f"file://{tmp_path}/store", "tcp": f"tcp://127.0.0.1:{port}"}
+                starts = [
+                    ([], {"RANK": str(rank), "WORLD_SIZE": str(ranks),
+                          "TEST_INIT_METHOD": method[by]})
+                    for rank in range(ranks)
+                ]  # fmt: skip
+            processes = []
+            for number, (head, extra) in enumerate(starts):
+                out = stack.enter_context(open(tmp_path / f"{number}.out", "wb"))
+                process = subprocess.Popen(
+                    [sys.executable, *head, *arguments],
+                    env=environment | extra,
+                    stdout=out,
+                    stderr=subprocess.STDOUT,
+                )
+                stack.callback(stop, process)
+                processes.append(process)
+            running = Running(tmp_path, ranks, processes)
+            stack.callback(kill_ranks, running)
+            return running
+
+        yield start
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        return free.getsockname()[1]
+
+
+def stop(process):
+    process.kill()
+    process.wait()
+
+
+def kill_ranks(running):
+    """Kill ranks whose launcher did not; a pid counts only while its script is this test's."""
+    for path in running.folder.glob("*.pid"):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{path.read_text()}/cmdline").read_bytes()
+            if str(running.folder).encode() in command:
+                os.kill(int(path.read_text()), signal.SIGKILL)
+
+
+def one_step(said):
+    """Return the step at which all ranks stopped."""
+    (step,) = {one["stopped"] for one in said}
+    assert step is not None
+    return step
+
+
+@pytest.mark.parametrize("by", ["torchrun", "file", "tcp"])
+def test_a_signal_to_one_rank_stops_all_at_one_step(start, by):
+    running = start(3, "until_told", by=by)
+    os.kill(running.pids()[2], signal.SIGTERM)
+    codes, said = running.ended()
+    assert one_step(said) == said[0]["stop_at"]
+    assert set(codes) == {0}, "no rank was ended, so a launcher sees no failure"
+    assert "SIGTERM on rank 2" in running.log(0)
+
+
+def test_signals_to_all_ranks_stop_all_at_one_step(start):
+    running = start(3, "until_told")
+    for pid in running.pids():
+        os.kill(pid, signal.SIGTERM)
+    codes, said = running.ended()
+    one_step(said)
+    assert codes == [0]
+
+
+def test_the_launcher_hands_its_signal_on_and_all_ranks_stop_at_one_step(start):
+    running = start(2, "until_told")
+    running.pids()
+    running.processes[0].terminate()
+    codes, said = running.ended()
+    one_step(said)
+    assert codes != [0], "torchrun itself says that it got a signal"
+
+
+def test_the_launcher_hands_on_other_signals_if_it_is_told_to(start):
+    running = start(2, "until_told", launcher=["--signals-to-handle=SIGTERM,SIGUSR1"])
+    running.pids()
+    running.processes[0].send_signal(signal.SIGUSR1)
+    _, said = running.ended()
+    one_step(said)
+    assert "SIGUSR1 on rank" in running.log(0)
+
+
+def test_a_second_signal_changes_nothing(start):
+    running = start(2, "until_told", step_s=0.3)
+    pids = running.pids()
+    os.kill(pids[1], signal.SIGTERM)
+    running.wait_for_log(0, "stopping at step")
+    os.kill(pids[0], signal.SIGTERM)
+    os.kill(pids[1], signal.SIGTERM)
+    codes, said = running.ended()
+    assert one_step(said) == said[1]["stop_at"]
+    assert codes == [0]
+    assert "already stopping" in running.log(1)
+
+
+@pytest.mark.parametrize(
+    "moment", ["before the collective", "after the collective", "after the gate"]
+)
+def test_a_signal_at_any_moment_of_a_step_stops_all_at_one_later_step(start, moment):
+    codes, stopped = start(2, "at_a_moment", by="file", moment=moment).ended()
+    assert stopped[0] == stopped[1] >= (6 if moment == "after the gate" else 5)
+    assert codes == [0, 0]
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_ranks_agree_whatever_the_timing(start, ranks):
+    rounds = 20
+    codes, stopped = start(ranks, "many_rounds", rounds=rounds).ended()
+    assert len(stopped[0]) == rounds
+    assert None not in stopped[0]
+    assert all(one == stopped[0] for one in stopped)
+    assert codes == [0]
+
+
+def test_the_agreement_does_not_wait_for_a_training_thread(start):
+    _, (waiting, sleeping) = start(2, "while_one_sleeps").ended()
+    assert waiting["stopped"] == sleeping["stopped"] == 5
+    assert sleeping["agreed"] < sleeping["awake"] - 1.0
+    assert waiting["agreed"] < sleeping["awake"] - 1.0, "noticed inside of the collective"
+
+
+def test_a_stopped_rank_makes_an_agreement_impossible_and_training_goes_on(start):
+    running = start(3, "until_told", agree_timeout_s=1.0, steps=300)
+    pids = running.pids()
+    os.kill(pids[2], signal.SIGSTOP)
+    os.kill(pids[0], signal.SIGTERM)
+    for rank in (0, 1):
+        running.wait_for_log(rank, "no answer from ranks [2] within 1 s")
+    os.kill(pids[2], signal.SIGCONT)
+    codes, said = running.ended()
+    assert said == [{"stopped": None, "stop_at": None}] * 3
+    assert codes == [0]
+    assert "there will be no last save" in running.log(2)
+
+
+def test_a_stopped_server_of_the_store_holds_up_no_step_for_long(start):
+    running = start(2, "until_told", by="tcp", agree_timeout_s=1.0, steps=300)
+    pids = running.pids()
+    os.kill(pids[0], signal.SIGSTOP)
+    os.kill(pids[1], signal.SIGTERM)
+    running.wait_for_log(1, "the store does not answer")
+    os.kill(pids[0], signal.SIGCONT)
+    codes, said = running.ended()
+    assert said == [{"stopped": None, "stop_at": None}] * 2
+    assert codes == [0, 0]
