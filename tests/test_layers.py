@@ -55,6 +55,8 @@ PURE = {
     "policy/baseline",
     "policy/costs",
     "policy/interval",
+    "policy/judged",
+    "policy/profile",
     "policy/retention",
     "policy/seen",
     "policy/tuner",

@@ -7,15 +7,14 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dcp_checkfreq.policy.costs import typical_s
+from dcp_checkfreq.policy.costs import MEDIAN_ERROR, typical_s
 from dcp_checkfreq.policy.seen import IntervalSeen, Pace
 
 GAP_STEPS = 3  # a median of three survives one slow iteration
 _LONGEST_GAP_STEPS = 8
 _KEPT = 5  # so many measurements are joined to one
 _USUAL_NOISE = 0.02  # taken until iterations have been compared with each other
-_MEDIAN_ERROR = 1.2533  # standard error of a median of n is 1.2533 sigma / sqrt(n)
-_SURE = 2.0  # standard errors of a difference that are not put down to saving
+_NOISES = 16  # with few iterations each is a rough one
 _CHANGED = 3.0  # standard errors at which the job itself has another pace
 
 
@@ -46,7 +45,10 @@ class Baseline:
     @property
     def noise(self) -> float:
         """Standard deviation of an iteration, as a share of it."""
-        return statistics.median(self.noises) if self.noises else _USUAL_NOISE
+        if not self.noises:
+            return _USUAL_NOISE
+        cut = len(self.noises) // 4  # the mean of the middle half
+        return statistics.fmean(sorted(self.noises)[cut : len(self.noises) - cut])
 
 
 def baseline_of(iteration_s: float, steps: int) -> Baseline:
@@ -60,10 +62,9 @@ def renewed(baseline: Baseline, seen: IntervalSeen, max_overhead: float) -> tupl
     In that case the old measurements are dropped. Three iterations are believed at once, fewer
     only if the measurement before says the same.
     """
-    kinds = (seen.unloaded, seen.copying, seen.loaded)
-    found = [kind.spread_s / kind.typical_s for kind in kinds if kind.steps > 1 and kind.typical_s]
-    if found:
-        noises = (*baseline.noises, statistics.median(found))[-_KEPT:]
+    most = max((seen.unloaded, seen.copying, seen.loaded), key=lambda kind: kind.steps)
+    if most.steps > 1 and most.typical_s > 0:
+        noises = (*baseline.noises, most.spread_s / most.typical_s)[-_NOISES:]
         baseline = replace(baseline, noises=noises)
     new = seen.unloaded
     if not new.steps:
@@ -83,7 +84,7 @@ def renewed(baseline: Baseline, seen: IntervalSeen, max_overhead: float) -> tupl
 def change_s(baseline: Baseline, pace: Pace, max_overhead: float) -> float:
     """Return how much slower ``pace`` is; 0.0 if that can be chance, or is small beside p."""
     base = baseline.pace
-    error_s = _MEDIAN_ERROR * baseline.noise * base.typical_s
+    error_s = MEDIAN_ERROR * baseline.noise * base.typical_s
     limit_s = max(
         _CHANGED * error_s * math.sqrt(1 / pace.steps + 1 / base.steps),
         max_overhead / 2 * base.typical_s,
@@ -92,16 +93,15 @@ def change_s(baseline: Baseline, pace: Pace, max_overhead: float) -> float:
     return change if abs(change) > limit_s else 0.0
 
 
-def allowance_s(baseline: Baseline, steps: int) -> float:
-    """Return by how much ``steps`` iterations may be slower than the baseline by chance."""
+def baseline_error_s(baseline: Baseline, steps: float) -> float:
+    """Return the standard error that the baseline brings to the sum over ``steps`` iterations."""
     base = baseline.pace
-    error_s = _MEDIAN_ERROR * baseline.noise * base.typical_s
-    return _SURE * error_s * math.sqrt(steps + steps * steps / base.steps)
+    return steps * MEDIAN_ERROR * baseline.noise * base.typical_s / math.sqrt(base.steps)
 
 
 def gap_steps(baseline: Baseline, max_overhead: float) -> int:
     """Return how many iterations make a baseline whose error is half the budget. 3 to 8."""
-    error = min(2 * _MEDIAN_ERROR * baseline.noise / max_overhead, 100)
+    error = min(2 * MEDIAN_ERROR * baseline.noise / max_overhead, 100)
     return min(max(math.ceil(error**2), GAP_STEPS), _LONGEST_GAP_STEPS)
 
 

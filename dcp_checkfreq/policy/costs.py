@@ -18,6 +18,9 @@ PROFILE_SHARE = 100  # one in a hundred
 FEWEST_PROFILE_STEPS = 10
 
 MAD_TO_SIGMA = 1.4826  # for normally spread samples
+MEDIAN_ERROR = 1.2533  # the standard error of their median is 1.2533 sigma / sqrt(n)
+# The median deviation of few samples is too small on average by this (Croux, Rousseeuw 1992).
+_MAD_OF_FEW = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
 _OUTLIER_SIGMAS = 3.0
 
 
@@ -47,7 +50,8 @@ def spread_s(samples: Iterable[float]) -> float:
     if len(kept) < 2:
         return 0.0
     middle = statistics.median(kept)
-    return MAD_TO_SIGMA * statistics.median(abs(s - middle) for s in kept)
+    few = _MAD_OF_FEW.get(len(kept), 1.0)
+    return few * MAD_TO_SIGMA * statistics.median(abs(s - middle) for s in kept)
 
 
 def typical_s(samples: Iterable[float]) -> float:

@@ -6,13 +6,14 @@ and otherwise stays. See docs/policy.md for the reasons behind each number here.
 
 from __future__ import annotations
 
+import enum
+import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dcp_checkfreq.policy.baseline import (
     Baseline,
-    allowance_s,
+    baseline_error_s,
     baseline_of,
     change_s,
     gap_steps,
@@ -30,37 +31,15 @@ from dcp_checkfreq.policy.interval import (
     stall_s,
     steps_for,
 )
-from dcp_checkfreq.policy.seen import IntervalSeen, SaveSeen, cost_per_save_s, slow_down_s
+from dcp_checkfreq.policy.judged import KEPT, Judged, estimate, judge, second, without_outdated
+from dcp_checkfreq.policy.seen import IntervalSeen, SaveSeen, cost_per_save_s
 
-_JUDGED = 3  # two of the last three saves must agree before the interval grows
-_KEPT = 5  # four of the last five before it shrinks
+_FEW = 3  # two of the last three saves must agree before the interval grows
+_SOME = 5  # four of the last five before unfinished saves let it shrink
+_SURE = 2.0  # standard errors of a cost that are not acted on
 _CLEARLY = 1.25  # it begins to shrink when even costs this much higher would need less
 _GAP_EVERY_SAVES = 8  # a baseline is renewed at least this often
 _DEARER = 1.1  # an overlapped copy must cost this much more than a blocking one to be given up
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
-    """What is kept of one save.
-
-    Attributes:
-        cost_s: what it cost the loop for certain; None if it was compared with a baseline that
-            has turned out to be an old one.
-        stall_s: the part of it in which the loop stood still.
-        left_s: how long it went on beside the loop, until it was published.
-        finish_s: from its start until it was published.
-        persist_s: from copied until published.
-        overlap_s: what the overlapped copy cost the loop; 0.0 for a blocking one.
-        fresh: the baseline was measured in the same interval.
-    """
-
-    cost_s: float | None
-    stall_s: float
-    left_s: float
-    finish_s: float
-    persist_s: float
-    overlap_s: float
-    fresh: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -183,42 +162,42 @@ def observe(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
         tuning = replace(tuning, gap_steps=0)
         return tuning, _decision(tuning, None, f"k {tuning.interval_steps} stays: {why} no measure")
 
-    recent = (*tuning.recent, _judge(tuning, seen))[-_KEPT:]
-    asked_before = tuning.gap_steps > 0
-    tuning = _with_costs(replace(tuning, recent=recent, gap_steps=0))
+    tuning, pending = _gap_taken(tuning, seen.interval)
+    recent = without_outdated((*tuning.recent, judge(tuning.baseline, seen))[-KEPT:])
+    tuning = _with_costs(replace(tuning, recent=recent))
     base_s = tuning.baseline.iteration_s
-    cost_s = cost_per_save_s(seen.interval, base_s)
-    overhead = cost_s / max(seen.interval.steps * base_s, 1e-9)
+    overhead = cost_per_save_s(seen.interval, base_s) / max(seen.interval.steps * base_s, 1e-9)
     saw = f"{overhead:.1%} of {seen.interval.steps} iterations, budget {tuning.max_overhead:.1%}"
-
     if _overlap_is_dear(tuning):
         return _without_overlap(tuning, overhead, saw)
 
-    k = tuning.interval_steps
-    needed = _needed(tuning, _JUDGED)
-    doubtful = tuning.baseline.age_saves > 0 and _baseline_doubtful(tuning, seen.interval)
-    if doubtful and not asked_before:
-        needed = _needed(tuning, _JUDGED, certain=True)
-    if needed > k:
-        tuning = replace(tuning, interval_steps=needed, shrinking=False)
-        return tuning, _decision(tuning, overhead, f"k {k} -> {needed}: save cost {saw}")
-    if doubtful and not asked_before:
-        why = "a baseline from this interval is needed first"
-        return _with_gap(tuning, overhead, f"k {k} stays: save cost {saw}; {why}")
+    k, needs = tuning.interval_steps, _needs(tuning)
+    stale = tuning.baseline.age_saves > 0 and pending is not _Gap.TAKEN
+    doubtful = stale and _baseline_doubtful(tuning, seen.interval)
+    surely = needs.without_baseline if doubtful else needs.surely
+    if surely > k:
+        grown = surely if doubtful else needs.likely
+        tuning = replace(tuning, interval_steps=grown, shrinking=False)
+        return tuning, _decision(tuning, overhead, f"k {k} -> {grown}: save cost {saw}")
 
-    least = _needed(tuning, _KEPT)
-    clearly = _needed(tuning, _KEPT, factor=_CLEARLY) < k
-    if _enough_to_shrink(tuning) and least < k and (tuning.shrinking or clearly):
-        fewer = k - max(1, (k - least) // 2)
-        tuning = replace(tuning, interval_steps=fewer, shrinking=fewer > least)
-        why = f"{least} would do"
-        return tuning, _decision(tuning, overhead, f"k {k} -> {fewer}: save cost {saw}; {why}")
+    why = ""
+    if pending is not _Gap.PENDING:
+        if doubtful:
+            why = "a baseline from this interval is needed first"
+        elif stale and tuning.baseline.age_saves >= _GAP_EVERY_SAVES:
+            why = f"the baseline is {tuning.baseline.age_saves} saves old"
+    if why:
+        tuning = replace(tuning, gap_steps=gap_steps(tuning.baseline, tuning.max_overhead))
+        why = f"; {why}: a gap of {tuning.gap_steps}"
 
-    tuning = replace(tuning, shrinking=tuning.shrinking and least < k)
-    if tuning.baseline.age_saves >= _GAP_EVERY_SAVES and not asked_before:
-        why = f"the baseline is {tuning.baseline.age_saves} saves old"
-        return _with_gap(tuning, overhead, f"k {k} stays: save cost {saw}; {why}")
-    return tuning, _decision(tuning, overhead, f"k {k} stays: save cost {saw}")
+    shrinks = needs.likely < k and (tuning.shrinking or needs.at_most < k)
+    if shrinks and needs.known and not doubtful:
+        fewer = k - max(1, (k - needs.likely) // 2)
+        tuning = replace(tuning, interval_steps=fewer, shrinking=fewer > needs.likely)
+        saw = f"{saw}; {needs.likely} would do"
+        return tuning, _decision(tuning, overhead, f"k {k} -> {fewer}: save cost {saw}{why}")
+    tuning = replace(tuning, shrinking=tuning.shrinking and shrinks)
+    return tuning, _decision(tuning, overhead, f"k {k} stays: save cost {saw}{why}")
 
 
 def _learned(tuning: Tuning, interval: IntervalSeen) -> Tuning:
@@ -230,68 +209,68 @@ def _learned(tuning: Tuning, interval: IntervalSeen) -> Tuning:
     return replace(tuning, baseline=baseline, recent=recent)
 
 
-def _judge(tuning: Tuning, seen: SaveSeen) -> Judged:
-    interval = seen.interval
-    finish_s = max(0.0, seen.copy_s) + max(0.0, seen.persist_s)
-    baseline = tuning.baseline
-    copying, loaded = interval.copying, interval.loaded
-    chance_s = allowance_s(baseline, copying.steps + loaded.steps)
-    slower_s = max(0.0, slow_down_s(interval, baseline.iteration_s) - chance_s)
-    beside_s = copying.sum_s + loaded.sum_s + interval.waited_s
-    if not interval.unloaded.steps and beside_s > 0:
-        slower_s *= max(1.0, finish_s / beside_s)  # the interval ended before the save did
-    overlap_s = 0.0
-    if seen.mode is not Mode.BLOCKING:
-        overlap_s = interval.waited_s + copying.excess_s(baseline.iteration_s)
-        overlap_s -= allowance_s(baseline, copying.steps)
-    return Judged(
-        cost_s=interval.stall_s + slower_s,
-        stall_s=interval.stall_s,
-        left_s=max(0.0, finish_s - interval.stall_s),
-        finish_s=finish_s,
-        persist_s=max(0.0, seen.persist_s),
-        overlap_s=max(0.0, overlap_s),
-        fresh=interval.unloaded.steps > 0,
-    )
-
-
 def _with_costs(tuning: Tuning) -> Tuning:
     """Return the state with costs as seen lately, which are what a restarted job begins with."""
-    persist_s = statistics.median(judged.persist_s for judged in tuning.recent)
+    persist_s = statistics.median(judged.persist_s for judged in tuning.recent[-_SOME:])
     costs = replace(tuning.costs, iteration_s=tuning.baseline.iteration_s, persist_s=persist_s)
     return replace(tuning, costs=costs)
 
 
-def _second(values: Sequence[float]) -> float:
-    """Return the second highest value, which one outlier does not raise. 0.0 for fewer than two."""
-    return sorted(values)[-2] if len(values) > 1 else 0.0
+class _Gap(enum.Enum):
+    """What became of the gap that was asked for."""
+
+    NONE = enum.auto()
+    PENDING = enum.auto()  # the interval that was seen had ended before it was asked for
+    TAKEN = enum.auto()
 
 
-def _needed(tuning: Tuning, window: int, factor: float = 1.0, *, certain: bool = False) -> int:
-    """Return the interval that the last saves need, the dearest left out.
+def _gap_taken(tuning: Tuning, interval: IntervalSeen) -> tuple[Tuning, _Gap]:
+    if not tuning.gap_steps:
+        return tuning, _Gap.NONE
+    if interval.unloaded.steps or interval.steps >= tuning.interval_steps + tuning.gap_steps:
+        return replace(tuning, gap_steps=0), _Gap.TAKEN
+    return tuning, _Gap.PENDING
 
-    With ``certain`` slow iterations are not counted, for which a baseline is needed.
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Needs:
+    """Intervals that the last saves need: at least, by the best estimate, and at most.
+
+    ``without_baseline`` counts only what needs none: standing still, and unfinished saves.
+    ``known`` says that there are enough of them to shrink.
     """
-    recent = tuning.recent[-window:]
-    if certain:
-        costs = [judged.stall_s for judged in recent]
-    else:
-        costs = [judged.cost_s for judged in recent if judged.cost_s is not None]
-    left_s = factor * _second([judged.left_s for judged in recent])
-    return _interval(tuning, factor * _second(costs), left_s)
+
+    surely: int
+    likely: int
+    at_most: int
+    without_baseline: int
+    known: bool
 
 
-def _interval(tuning: Tuning, cost_s: float, left_s: float) -> int:
-    shortest = steps_for(left_s, cost_s, tuning.baseline.iteration_s, tuning.max_overhead)
-    if tuning.mtbf_s is None:
-        return shortest
-    return max(
-        shortest, least_waste_interval_steps(cost_s, tuning.baseline.iteration_s, tuning.mtbf_s)
+def _needs(tuning: Tuning) -> _Needs:
+    recent = tuning.recent
+    cost = estimate(recent, tuning.baseline)
+    error_s = _SURE * cost.error_s
+    unfinished_s = second([judged.left_s for judged in recent[-_FEW:]])
+    left_s = second([judged.left_s for judged in recent[-_SOME:]])
+    stall_s = statistics.median_low(judged.stall_s for judged in recent[-_FEW:])
+    return _Needs(
+        surely=_interval(tuning, cost.cost_s - error_s, unfinished_s),
+        likely=_interval(tuning, cost.cost_s, left_s),
+        at_most=_interval(
+            tuning, max(_CLEARLY * cost.cost_s, cost.cost_s + error_s), _CLEARLY * left_s
+        ),
+        without_baseline=_interval(tuning, stall_s if len(recent) > 1 else 0.0, unfinished_s),
+        known=sum(judged.cost_s is not None for judged in recent) >= _FEW,
     )
 
 
-def _enough_to_shrink(tuning: Tuning) -> bool:
-    return sum(judged.cost_s is not None for judged in tuning.recent) >= _JUDGED
+def _interval(tuning: Tuning, cost_s: float, left_s: float) -> int:
+    base_s = tuning.baseline.iteration_s
+    shortest = steps_for(left_s, cost_s, base_s, tuning.max_overhead)
+    if tuning.mtbf_s is None:
+        return shortest
+    return max(shortest, least_waste_interval_steps(cost_s, base_s, tuning.mtbf_s))
 
 
 def _baseline_doubtful(tuning: Tuning, interval: IntervalSeen) -> bool:
@@ -301,27 +280,25 @@ def _baseline_doubtful(tuning: Tuning, interval: IntervalSeen) -> bool:
     """
     last = tuning.recent[-1]
     if last.cost_s is not None:
-        with_slow = _interval(tuning, last.cost_s, 0.0)
-        if with_slow > max(tuning.interval_steps, _interval(tuning, last.stall_s, 0.0)):
+        shared_s = baseline_error_s(tuning.baseline, last.beside_steps)
+        surely_s = last.cost_s - _SURE * math.hypot(last.error_s, shared_s)
+        if _interval(tuning, max(surely_s, last.stall_s), 0.0) > max(
+            tuning.interval_steps, _interval(tuning, last.stall_s, 0.0)
+        ):
             return True
     beside = [pace for pace in (interval.copying, interval.loaded) if pace.steps]
     return any(change_s(tuning.baseline, pace, tuning.max_overhead) < 0 for pace in beside)
 
 
-def _with_gap(tuning: Tuning, overhead: float, reason: str) -> tuple[Tuning, Decision]:
-    tuning = replace(tuning, gap_steps=gap_steps(tuning.baseline, tuning.max_overhead))
-    return tuning, _decision(tuning, overhead, f"{reason}: a gap of {tuning.gap_steps}")
-
-
 def _overlap_is_dear(tuning: Tuning) -> bool:
     if tuning.mode is Mode.BLOCKING or tuning.mode_is_fixed:
         return False
-    overlap_s = _second([judged.overlap_s for judged in tuning.recent[-_JUDGED:]])
+    overlap_s = second([judged.overlap_s for judged in tuning.recent[-_FEW:]])
     return overlap_s > _DEARER * stall_s(tuning.costs, Mode.BLOCKING)
 
 
 def _without_overlap(tuning: Tuning, overhead: float, saw: str) -> tuple[Tuning, Decision]:
-    overlap_s = _second([judged.overlap_s for judged in tuning.recent[-_JUDGED:]])
+    overlap_s = second([judged.overlap_s for judged in tuning.recent[-_FEW:]])
     blocking_s = stall_s(tuning.costs, Mode.BLOCKING)
     k = tuning.interval_steps
     longer = interval_steps(tuning.costs, Mode.BLOCKING, tuning.max_overhead, tuning.mtbf_s)
@@ -340,7 +317,7 @@ def _without_overlap(tuning: Tuning, overhead: float, saw: str) -> tuple[Tuning,
 
 def _decision(tuning: Tuning, overhead: float | None, reason: str) -> Decision:
     costs = [judged.cost_s for judged in tuning.recent if judged.cost_s is not None]
-    finishes = [judged.finish_s for judged in tuning.recent]
+    finishes = [judged.finish_s for judged in tuning.recent[-_SOME:]]
     expected = stall_s(tuning.costs, tuning.mode)
     copied_s = tuning.costs.snapshot_cpu_s
     return Decision(
