@@ -1,0 +1,16 @@
+"""Removes a file of a cache, and is killed before it wrote that down."""
+
+import os
+import pathlib
+import signal
+import sys
+
+from dcp_checkfreq.clock import SystemClock
+from dcp_checkfreq.data.books import locked_books
+from dcp_checkfreq.data.cache import _boot
+
+root = pathlib.Path(sys.argv[1])
+with locked_books(str(root / "books"), _boot(), SystemClock(), 10.0) as books:
+    books.begin()
+    next(path for path in (root / "whole").rglob("*") if path.is_file()).unlink()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,18 @@
+"""Copies half of a file into a cache, and then hangs until it is killed."""
+
+import os
+import signal
+import sys
+
+from dcp_checkfreq.clock import SystemClock
+from dcp_checkfreq.data.cache import _boot
+from dcp_checkfreq.data.shelf import Shelf
+
+root, max_bytes, name, size_bytes = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
+shelf = Shelf(root, max_bytes, evicts=True, low=0.9, clock=SystemClock(), boot=_boot())
+shelf.prepare()
+partial, _ = shelf.claim(name)
+assert shelf.reserve(partial, size_bytes)
+os.pwrite(partial.fd, b"?" * (size_bytes // 2), 0)
+print("half", flush=True)
+signal.pause()

@@ -1,0 +1,12 @@
+"""Holds a file until it is killed."""
+
+import os
+import signal
+import sys
+
+from dcp_checkfreq.data.flocks import HeldFile
+
+file = HeldFile(sys.argv[1], os.O_RDWR)
+assert file.try_lock(shared=False)
+print("held", flush=True)
+signal.pause()

@@ -1,0 +1,64 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_checkfreq.data.eviction import (
+    BLOCK_BYTES,
+    Entry,
+    bytes_to_free,
+    charge_bytes,
+    plan_eviction,
+)
+
+SIZES = st.integers(0, 1 << 40)
+ENTRIES = st.lists(
+    st.builds(Entry, st.text("abcdef", min_size=1), st.integers(0, 50_000), st.integers(0, 20)),
+    unique_by=lambda entry: entry.name,
+)
+
+
+@given(SIZES)
+def test_a_file_counts_for_the_blocks_that_it_takes(size_bytes):
+    assert size_bytes <= charge_bytes(size_bytes) < size_bytes + BLOCK_BYTES
+    assert charge_bytes(size_bytes) % BLOCK_BYTES == 0
+
+
+def test_a_negative_size_is_refused():
+    with pytest.raises(ValueError, match="negative"):
+        charge_bytes(-1)
+
+
+@given(SIZES, SIZES, st.integers(1, 1 << 40), st.floats(0.01, 1.0))
+def test_what_is_to_be_freed_makes_room_and_no_more_than_the_low_mark_asks(used, need, cap, low):
+    need = min(need, cap)
+    free = bytes_to_free(used_bytes=used, need_bytes=need, max_bytes=cap, low=low)
+    after = used + need - free
+    assert after <= cap
+    if used + need <= cap:
+        assert free == 0
+    else:
+        assert after == max(int(low * cap), need)
+        assert free <= used
+
+
+def test_what_never_fits_is_refused():
+    with pytest.raises(ValueError, match="never fit"):
+        bytes_to_free(used_bytes=0, need_bytes=11, max_bytes=10, low=0.9)
+
+
+@given(ENTRIES, st.integers(0, 400_000), st.sets(st.text("abcdef", min_size=1)))
+def test_the_plan_is_the_shortest_run_of_the_oldest_that_is_enough(entries, free, busy):
+    plan = plan_eviction(entries, free_bytes=free, busy=busy)
+    left = [entry for entry in entries if entry not in plan and entry.name not in busy]
+    freed = [charge_bytes(entry.size_bytes) for entry in plan]
+    assert not {entry.name for entry in plan} & busy
+    assert plan == sorted(plan, key=lambda entry: (entry.last_use_ns, entry.name))
+    assert all(
+        entry.size_bytes == 0 or (entry.last_use_ns, entry.name) > (plan[-1].last_use_ns, "")
+        for entry in left
+        if plan
+    )
+    if sum(freed) < free:
+        assert not [entry for entry in left if entry.size_bytes]
+    elif plan:
+        assert sum(freed[:-1]) < free

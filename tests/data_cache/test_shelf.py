@@ -1,0 +1,254 @@
+"""The folder of the cache, call by call. Other processes are other open files, as for flock."""
+
+import os
+import pathlib
+import signal
+import threading
+
+import pytest
+from cache_tools import look, partials_in, start_child, whole_in
+
+from dcp_checkfreq.clock import SystemClock
+from dcp_checkfreq.data.cache import _boot
+from dcp_checkfreq.data.shelf import Shelf
+from dcp_checkfreq.testing import ManualClock
+
+KIB = 1024
+
+
+@pytest.fixture
+def root(tmp_path):
+    return str(tmp_path)
+
+
+def shelf_at(root, max_bytes=64 * KIB, *, evicts=True, low=0.5, clock=None, boot=None):
+    shelf = Shelf(
+        root, max_bytes, evicts=evicts, low=low, clock=clock or SystemClock(), boot=boot or _boot()
+    )
+    shelf.prepare()
+    return shelf
+
+
+def put(shelf, name, size_bytes=8 * KIB):
+    """Put a file there, and return it held; None if there is no room."""
+    partial, is_whole = shelf.claim(name)
+    assert not is_whole
+    if not shelf.reserve(partial, size_bytes):
+        shelf.abandon(partial)
+        return None
+    os.pwrite(partial.fd, name[:1].encode() * size_bytes, 0)
+    return shelf.publish(partial, name)
+
+
+def has(shelf, name):
+    file = shelf.hold(name)
+    if file is not None:
+        file.close()
+    return file is not None
+
+
+def test_a_filled_file_is_there_whole_read_only_and_counted(root):
+    shelf = shelf_at(root)
+    file = put(shelf, "aa", 5000)
+    assert pathlib.Path(file.path).read_bytes() == b"a" * 5000
+    assert os.stat(file.path).st_mode & 0o222 == 0
+    assert shelf.used_bytes() == 8 * KIB
+    assert partials_in(root) == []
+    file.close()
+    assert has(shelf_at(root), "aa")
+
+
+def test_nothing_is_served_before_it_is_published(root):
+    shelf = shelf_at(root)
+    partial, _ = shelf.claim("aa")
+    shelf.reserve(partial, 8 * KIB)
+    assert shelf.hold("aa") is None
+    assert shelf.used_bytes() == 8 * KIB, "the room is taken before the first byte"
+    shelf.abandon(partial)
+    assert shelf.used_bytes() == 0
+    assert partials_in(root) == []
+
+
+def test_an_empty_file_takes_no_room(root):
+    shelf = shelf_at(root)
+    put(shelf, "aa", 0).close()
+    assert has(shelf, "aa")
+    assert shelf.used_bytes() == 0
+
+
+def test_the_least_recently_used_go_first_and_down_to_the_low_mark(root):
+    clock = ManualClock()
+    shelf = shelf_at(root, clock=clock)
+    for name in "abcdefgh":
+        put(shelf, name).close()
+        clock.advance(1)
+    for name in "ba":
+        file = shelf.hold(name)
+        shelf.touch(file)
+        file.close()
+        clock.advance(1)
+    put(shelf, "i").close()
+    assert "".join(sorted(path.name for path in whole_in(root))) == "abhi"
+    assert look(root) == (32 * KIB, 32 * KIB)
+
+
+def test_what_is_held_stays_though_everything_else_goes(root):
+    shelf = shelf_at(root)
+    held = put(shelf, "a")
+    for name in "bcdefghijklmn":
+        put(shelf, name).close()
+    assert pathlib.Path(held.path).read_bytes() == b"a" * 8 * KIB
+    held.close()
+
+
+def test_if_all_is_held_there_is_no_room(root):
+    shelf = shelf_at(root)
+    held = [put(shelf, name) for name in "abcdefgh"]
+    assert put(shelf, "i") is None
+    held.pop().close()
+    held.append(put(shelf, "j"))
+    assert held[-1] is not None
+    for file in held:
+        file.close()
+
+
+def test_a_file_used_since_the_plan_was_made_is_not_evicted_by_it(root):
+    clock = ManualClock()
+    shelf = shelf_at(root, 80 * 4 * KIB, low=0.01, clock=clock)
+    names = [f"{number:03d}" for number in range(145)]
+    for name in names[:81]:  # the last one evicts a batch of 64; the plan has 15 more
+        put(shelf, name, 4 * KIB).close()
+        clock.advance(1)
+    assert not has(shelf, names[63])
+    assert has(shelf, names[64])
+    file = shelf.hold(names[64])
+    shelf.touch(file)
+    file.close()
+    for name in names[81:]:
+        put(shelf, name, 4 * KIB).close()
+        clock.advance(1)
+    assert has(shelf, names[64])
+    assert not has(shelf, names[65])
+
+
+def test_keep_evicts_nothing_and_sees_at_a_glance_that_it_is_full(root):
+    shelf = shelf_at(root, evicts=False)
+    for name in "abcdefgh":
+        assert not shelf.is_full_for(1)
+        put(shelf, name).close()
+    assert shelf.is_full_for(1)
+    assert put(shelf, "i") is None
+    assert all(has(shelf, name) for name in "abcdefgh")
+
+
+def test_the_room_of_a_killed_writer_is_found_again_without_a_restart(root):
+    shelf = shelf_at(root, evicts=False)
+    child = start_child("fill_child.py", root, 64 * KIB, "zz", 64 * KIB)
+    assert child.stdout.readline() == "half\n"
+    assert put(shelf, "a") is None, "the writer lives: its room is taken"
+    assert partials_in(root) == ["zz"]
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    assert not shelf.is_full_for(8 * KIB), "a partial is there that may be dead"
+    put(shelf, "a").close()
+    assert partials_in(root) == []
+    assert look(root) == (8 * KIB, 8 * KIB)
+
+
+def test_who_wants_the_file_of_a_killed_writer_takes_it_over_clean(root):
+    shelf = shelf_at(root)
+    child = start_child("fill_child.py", root, 64 * KIB, "zz", 64 * KIB)
+    assert child.stdout.readline() == "half\n"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    file = put(shelf, "zz", 12 * KIB)
+    assert pathlib.Path(file.path).read_bytes() == b"z" * 12 * KIB
+    file.close()
+    assert look(root) == (12 * KIB, 12 * KIB)
+
+
+def test_start_sweeps_what_dead_writers_left(root):
+    child = start_child("fill_child.py", root, 64 * KIB, "zz", 64 * KIB)
+    assert child.stdout.readline() == "half\n"
+    shelf_at(root)
+    assert partials_in(root) == ["zz"], "alive"
+    child.send_signal(signal.SIGKILL)
+    child.wait()
+    child.stdout.close()
+    shelf = shelf_at(root)
+    assert partials_in(root) == []
+    assert shelf.used_bytes() == 0
+
+
+def test_one_that_wants_a_file_that_another_one_fills_waits_and_gets_it(root):
+    shelf = shelf_at(root)
+    partial, _ = shelf.claim("aa")
+    shelf.reserve(partial, 8 * KIB)
+    got = []
+
+    def claim():
+        file, is_whole = shelf_at(root).claim("aa")
+        got.append(is_whole)
+        file.close()
+
+    threads = [threading.Thread(target=claim) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    assert got == []
+    shelf.publish(partial, "aa").close()
+    for thread in threads:
+        thread.join()
+    assert got == [True] * 4
+    assert partials_in(root) == []
+
+
+def test_waiting_for_one_that_never_fills_it_ends(root):
+    shelf = shelf_at(root)
+    partial, _ = shelf.claim("aa")
+    clock = ManualClock()
+    with pytest.raises(TimeoutError):
+        shelf_at(root, clock=clock).claim("aa")
+    assert 120 <= clock.monotonic_s() < 121
+    shelf.abandon(partial)
+
+
+@pytest.mark.parametrize("content", [b"", b"\0" * 90, b"checkfreq-cache-1 5 ended x 00000000\n"])
+def test_damaged_books_cost_the_files_and_nothing_else(root, content):
+    shelf = shelf_at(root)
+    put(shelf, "aa").close()
+    with open(os.path.join(root, "books"), "wb") as file:
+        file.write(content)
+    assert shelf.used_bytes() == 0
+    assert not has(shelf, "aa"), "after a power loss it might be hollow"
+    put(shelf, "aa").close()
+    assert look(root) == (8 * KIB, 8 * KIB)
+
+
+def test_the_files_of_another_boot_are_not_served(root):
+    put(shelf_at(root, boot="before"), "aa").close()
+    assert has(shelf_at(root, boot="before"), "aa")
+    after = shelf_at(root, boot="after")
+    assert not has(after, "aa")
+    assert after.used_bytes() == 0
+
+
+def test_a_death_in_the_middle_of_a_change_is_counted_anew(root):
+    shelf = shelf_at(root)
+    put(shelf, "aa").close()
+    put(shelf, "bb").close()
+    child = start_child("die_in_books_child.py", root)
+    child.wait()
+    child.stdout.close()
+    assert look(root) == (8 * KIB, None)
+    assert shelf.used_bytes() == 8 * KIB
+    assert look(root) == (8 * KIB, 8 * KIB)
+
+
+def test_a_smaller_bound_holds_from_the_start_also_for_keep(root):
+    shelf = shelf_at(root, evicts=False)
+    for name in "abcdefgh":
+        put(shelf, name).close()
+    shelf_at(root, 32 * KIB, evicts=False, low=1.0)
+    assert look(root) == (32 * KIB, 32 * KIB)
