@@ -13,6 +13,7 @@ _HOMES: dict[str, str] = {
     "DataStateError": "errors",
     "RNGState": "data.rng",
     "ResumableBatchSampler": "data.batch_sampler",
+    "ResumableIterator": "data.wrap",
     "ResumableLoader": "data.loader",
     "sample_rng": "data.augment",
     "seed_everything": "data.rng",
