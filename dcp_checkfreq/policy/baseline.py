@@ -60,7 +60,9 @@ def renewed(baseline: Baseline, seen: IntervalSeen, max_overhead: float) -> tupl
     """Return the baseline after one more interval, and whether the job has another pace now.
 
     In that case the old measurements are dropped. Three iterations are believed at once, fewer
-    only if the measurement before says the same.
+    only if the measurement before says the same. If no iteration was free of saves, but those
+    beside a save were faster than the baseline, theirs is taken: it cannot be slower than that.
+    The baseline is then no younger.
     """
     most = max((seen.unloaded, seen.copying, seen.loaded), key=lambda kind: kind.steps)
     if most.steps > 1 and most.typical_s > 0:
@@ -68,14 +70,17 @@ def renewed(baseline: Baseline, seen: IntervalSeen, max_overhead: float) -> tupl
         baseline = replace(baseline, noises=noises)
     new = seen.unloaded
     if not new.steps:
-        return replace(baseline, age_saves=baseline.age_saves + 1), False
+        older = replace(baseline, age_saves=baseline.age_saves + 1)
+        if most.steps >= GAP_STEPS and change_s(baseline, most, max_overhead) < 0:
+            return replace(older, paces=(most,)), True
+        return older, False
     paces, changed = (*baseline.paces, new)[-_KEPT:], False
     change = change_s(baseline, new, max_overhead)
     if change and new.steps >= GAP_STEPS:
         paces, changed = (new,), True
     elif change and len(baseline.paces) > 1:
-        *older, last = baseline.paces
-        before = replace(baseline, paces=tuple(older))
+        *first, last = baseline.paces
+        before = replace(baseline, paces=tuple(first))
         if change_s(before, last, max_overhead) * change > 0:
             paces, changed = (last, new), True
     return replace(baseline, paces=paces, age_saves=0), changed

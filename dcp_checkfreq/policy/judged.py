@@ -79,9 +79,13 @@ def judge(baseline: Baseline, seen: SaveSeen) -> Judged:
             one_s * math.sqrt(copying.steps) + baseline_error_s(baseline, copying.steps)
         )
         overlap_s = max(0.0, interval.waited_s + copying.excess_s(base_s) - chance_s)
+    error_s = one_s * math.sqrt(beside)
+    slower_s = slow_down_s(interval, base_s)
+    if slower_s < -2 * math.hypot(error_s, baseline_error_s(baseline, beside)):
+        slower_s = 0.0  # the baseline is outdated; that must not hide the stall
     return Judged(
-        cost_s=max(0.0, interval.stall_s + scale * slow_down_s(interval, base_s)),
-        error_s=scale * one_s * math.sqrt(beside),
+        cost_s=max(0.0, interval.stall_s + scale * slower_s),
+        error_s=scale * error_s,
         beside_steps=scale * beside,
         stall_s=interval.stall_s,
         left_s=max(0.0, finish_s - interval.stall_s),
