@@ -1,0 +1,133 @@
+"""A job that is killed at random moments and goes on with other ranks trains each item once."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from data_job import EPOCHS, EVERY, ITEMS
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.crash,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
+
+JOB = Path(__file__).with_name("data_job.py")
+# Ranks, batch size, workers of each launch. The last one runs to the end.
+LAUNCHES = [(4, 3, 0), (2, 5, 1), (3, 4, 0), (2, 7, 0), (4, 3, 0)]
+
+
+class Launch:
+    """One launch of the job by torchrun."""
+
+    def __init__(self, folder, number):
+        self.folder, self.number = folder, number
+        self.ranks, batch_size, workers = LAUNCHES[number]
+        command = [
+            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+            *("--local-addr=127.0.0.1", f"--nproc-per-node={self.ranks}"),
+            *map(str, (JOB, folder, number, batch_size, workers)),
+        ]
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        with open(folder / f"out-{number}", "wb") as out:
+            self.agent = subprocess.Popen(
+                command, env=environment, stdout=out, stderr=subprocess.STDOUT
+            )
+
+    def lines(self, rank):
+        path = self.folder / f"log-{self.number}-{rank}"
+        # The last piece is a line that the rank was killed in, or nothing.
+        return [line.split() for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+    def wait_for_steps(self, steps, timeout_s=120):
+        """Wait until rank 0 has trained so many steps in this launch, or all there are."""
+        end_s = time.monotonic() + timeout_s
+        while len(self.lines(0)) <= steps and self.agent.poll() is None:
+            assert time.monotonic() < end_s, self.output()
+            time.sleep(0.005)
+
+    def kill(self, rng):
+        """Kill some of the ranks, and a moment later the rest."""
+        pids = [
+            int((self.folder / f"pid-{self.number}-{rank}").read_text())
+            for rank in range(self.ranks)
+        ]
+        rng.shuffle(pids)
+        first = rng.randint(1, self.ranks)
+        for number, pid in enumerate(pids):
+            if number == first:
+                time.sleep(rng.random() * 0.2)
+            try:
+                os.kill(pid, signal.SIGKILL)
+            except ProcessLookupError:
+                assert number >= first, self.output()  # torchrun was faster
+        assert self.agent.wait(60) != 0
+
+    def stop(self):
+        if self.agent.poll() is None:
+            self.agent.terminate()
+            self.agent.wait(60)
+
+    def output(self):
+        return (self.folder / f"out-{self.number}").read_text(errors="replace")[-5000:]
+
+    @property
+    def restored(self):
+        steps = {self.lines(rank)[0][1] for rank in range(self.ranks)}
+        assert len(steps) == 1, "the ranks restored different steps"
+        return int(steps.pop())
+
+    def samples(self):
+        """Yield (step, epoch, item, draw) of all ranks."""
+        for rank in range(self.ranks):
+            for line in self.lines(rank)[1:]:
+                if line == ["done"]:
+                    continue
+                step, epoch, *pairs = line
+                for pair in pairs:
+                    item, draw = pair.split(":")
+                    yield int(step), int(epoch), int(item), draw
+
+
+@pytest.mark.parametrize("seed", [1, 2])
+def test_killed_at_random_moments_on_changing_ranks_each_item_counts_once(tmp_path, seed):
+    rng = random.Random(seed)
+    launches = []
+    for number in range(len(LAUNCHES)):
+        launch = Launch(tmp_path, number)
+        launches.append(launch)
+        try:
+            if number < len(LAUNCHES) - 1:
+                launch.wait_for_steps(rng.randint(2 * EVERY + 1, 13))
+                time.sleep(rng.random() * 0.1)
+                launch.kill(rng)
+            else:
+                assert launch.agent.wait(240) == 0, launch.output()
+        finally:
+            launch.stop()
+    restored = [launch.restored for launch in launches]
+    assert restored[0] == 0
+    assert restored == sorted(restored)
+    assert restored[-1] > 0
+    # A step counts if the run went on from it or from a later one; the rest was lost with the kill.
+    counts_up_to = [*restored[1:], 10**9]
+    counted = Counter(
+        (epoch, item)
+        for launch, limit in zip(launches, counts_up_to, strict=True)
+        for step, epoch, item, _ in launch.samples()
+        if step <= limit
+    )
+    assert counted == Counter((e, item) for e in range(EPOCHS) for item in range(ITEMS))
+    # What was trained twice, because its step was lost, looked the same both times.
+    looks = {}
+    for launch in launches:
+        for _, epoch, item, draw in launch.samples():
+            assert looks.setdefault((epoch, item), draw) == draw
+    assert len(set(looks.values())) == len(looks)
