@@ -209,7 +209,7 @@ def test_the_agreement_does_not_wait_for_a_training_thread(start):
 
 
 def test_a_stopped_rank_makes_an_agreement_impossible_and_training_goes_on(start):
-    running = start(3, "until_told", agree_timeout_s=1.0, steps=300)
+    running = start(3, "until_told", agree_timeout_s=1.0, steps=150)
     pids = running.pids()
     os.kill(pids[2], signal.SIGSTOP)
     os.kill(pids[0], signal.SIGTERM)
@@ -223,9 +223,10 @@ def test_a_stopped_rank_makes_an_agreement_impossible_and_training_goes_on(start
 
 
 def test_a_stopped_server_of_the_store_holds_up_no_step_for_long(start):
-    running = start(2, "until_told", by="tcp", agree_timeout_s=1.0, steps=300)
+    running = start(2, "until_told", by="tcp", agree_timeout_s=1.0, steps=150)
     pids = running.pids()
     os.kill(pids[0], signal.SIGSTOP)
+    time.sleep(1.0)  # rank 1 looks every 0.05 s, and hangs before it can tell its step
     os.kill(pids[1], signal.SIGTERM)
     running.wait_for_log(1, "the store does not answer")
     os.kill(pids[0], signal.SIGCONT)
