@@ -131,6 +131,7 @@ def test_a_pickled_cache_takes_its_settings_along_and_nothing_else(root, sources
     assert pickle.loads(pickle.dumps(cache.stats())) == cache.stats()
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # Python 3.12
 def test_a_forked_child_counts_for_itself(root, sources):
     cache = cache_at(root)
     cache.read(sources[0])

@@ -1,3 +1,5 @@
+import random
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,3 +64,32 @@ def test_the_plan_is_the_shortest_run_of_the_oldest_that_is_enough(entries, free
         assert not [entry for entry in left if entry.size_bytes]
     elif plan:
         assert sum(freed[:-1]) < free
+
+
+def lru_hit_rate(count, capacity, *, low, epochs=6):
+    """Return the part of all requests after the first epoch that find their file."""
+    rng = random.Random(0)
+    last_use: dict[int, int] = {}
+    now = hits = 0
+    for epoch in range(epochs):
+        for item in rng.sample(range(count), count):
+            now += 1
+            hits += epoch > 0 and item in last_use
+            if item not in last_use:
+                free = bytes_to_free(
+                    used_bytes=len(last_use) * BLOCK_BYTES,
+                    need_bytes=BLOCK_BYTES,
+                    max_bytes=capacity * BLOCK_BYTES,
+                    low=low,
+                )
+                entries = [Entry(str(name), 1, used) for name, used in last_use.items()]
+                for victim in plan_eviction(entries, free_bytes=free) if free else []:
+                    del last_use[int(victim.name)]
+            last_use[item] = now
+    return hits / (count * (epochs - 1))
+
+
+@pytest.mark.parametrize(("part", "rate"), [(0.25, 0.03), (0.5, 0.14), (0.75, 0.36), (0.9, 0.59)])
+def test_reshuffled_epochs_hit_as_seldom_with_lru_as_the_page_says(part, rate):
+    """With ``keep`` it is ``part`` itself. This is why ``keep`` is the default."""
+    assert lru_hit_rate(400, int(400 * part), low=0.9) == pytest.approx(rate, abs=0.03)

@@ -45,6 +45,7 @@ def test_a_hold_ends_with_its_process_however_it_ends(path):
     assert can_lock(path, shared=False)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # Python 3.12
 def test_a_forked_child_does_not_keep_what_its_parent_holds(path):
     file = HeldFile(path, os.O_RDONLY)
     assert file.try_lock(shared=False)
@@ -70,6 +71,7 @@ def test_a_forked_child_does_not_keep_what_its_parent_holds(path):
             os.close(fd)
 
 
+@pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # Python 3.12
 def test_forks_while_other_threads_open_and_close_leave_nothing_locked(path):
     stop = threading.Event()
 

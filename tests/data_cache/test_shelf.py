@@ -1,5 +1,6 @@
 """The folder of the cache, call by call. Other processes are other open files, as for flock."""
 
+import fcntl
 import os
 import pathlib
 import signal
@@ -99,6 +100,22 @@ def test_what_is_held_stays_though_everything_else_goes(root):
         put(shelf, name).close()
     assert pathlib.Path(held.path).read_bytes() == b"a" * 8 * KIB
     held.close()
+
+
+def test_a_file_evicted_between_its_opening_and_its_lock_is_not_served(root, monkeypatch):
+    shelf = shelf_at(root)
+    file = put(shelf, "a")
+    path = file.path
+    file.close()
+    flock = fcntl.flock
+
+    def evicted_first(fd, operation):
+        if operation & fcntl.LOCK_SH:
+            os.unlink(path)
+        flock(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", evicted_first)
+    assert shelf.hold("a") is None
 
 
 def test_if_all_is_held_there_is_no_room(root):
