@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dcp_checkfreq.app_state import PerRank as PerRank
     from dcp_checkfreq.checkpointer import Checkpointer as Checkpointer
-    from dcp_checkfreq.checkpointer import Restored as Restored
+    from dcp_checkfreq.checkpointer import SaveRecord as SaveRecord
     from dcp_checkfreq.errors import (
         BadLocation as BadLocation,
     )
@@ -52,10 +52,10 @@ if TYPE_CHECKING:
         PublishUnknown as PublishUnknown,
     )
     from dcp_checkfreq.errors import (
-        RecoveryFailed as RecoveryFailed,
+        RankLost as RankLost,
     )
     from dcp_checkfreq.errors import (
-        RankLost as RankLost,
+        RecoveryFailed as RecoveryFailed,
     )
     from dcp_checkfreq.errors import (
         ReplicasDiffer as ReplicasDiffer,
@@ -98,11 +98,13 @@ if TYPE_CHECKING:
     from dcp_checkfreq.planner import CheckFreqLoadPlanner as CheckFreqLoadPlanner
     from dcp_checkfreq.planner import CheckFreqSavePlanner as CheckFreqSavePlanner
     from dcp_checkfreq.reader import CheckFreqReader as CheckFreqReader
+    from dcp_checkfreq.restoring import Restored as Restored
     from dcp_checkfreq.writer import CheckFreqWriter as CheckFreqWriter
 
 _HOMES = {
     "Checkpointer": "checkpointer",
-    "Restored": "checkpointer",
+    "Restored": "restoring",
+    "SaveRecord": "checkpointer",
     "PerRank": "app_state",
     "CheckFreqWriter": "writer",
     "CheckFreqReader": "reader",

@@ -128,6 +128,38 @@ class AppState:
             part = part.value
         return pack(part.state_dict() if isinstance(part, Stateful) else part)
 
+    def optimizers(self) -> list[torch.optim.Optimizer]:
+        """Return the registered optimizers."""
+        return [part for part in self._parts.values() if isinstance(part, torch.optim.Optimizer)]
+
+    def is_on_gpu(self) -> bool:
+        """Tell whether this rank trains on a CUDA device."""
+        return self._gpu() is not None
+
+    def gpu_memory_bytes(self) -> tuple[int, int]:
+        """Return the GPU memory in use, caches included, and all there is (M, Mmax)."""
+        device = self._gpu()
+        if device is None:
+            return 0, 0
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free, total
+
+    def _gpu(self) -> torch.device | None:
+        for part in self._parts.values():
+            if isinstance(part, torch.nn.Module):
+                for parameter in part.parameters():
+                    if parameter.is_cuda:
+                        return parameter.device
+        return None
+
+    def describe(self) -> list[object]:
+        """Return plain values that say what saving this state costs, without its content.
+
+        They differ between jobs whose saves cost differently: names, shapes, dtypes, devices and
+        shardings of all parameters and buffers, kinds and switches of optimizers, kinds of others.
+        """
+        return [[name, *_described(part)] for name, part in self._parts.items()]
+
     def targets(self, metadata: Metadata, where: str) -> dict[str, Any]:
         """Return a state dict for `dcp.load` to fill from the checkpoint with this metadata.
 
@@ -194,6 +226,33 @@ class AppState:
                 part.value = _restored(part.value, unpack(value))
             else:
                 self._parts[name] = _restored(part, unpack(value))
+
+
+def _described(part: Any) -> list[object]:
+    if isinstance(part, torch.nn.Module):
+        tensors = [*part.named_parameters(), *part.named_buffers()]
+        return ["module", *([name, *_tensor_described(tensor)] for name, tensor in tensors)]
+    if isinstance(part, torch.optim.Optimizer):
+        groups = [
+            # Values such as the learning rate change in a run; whether they are zero decides what
+            # state there is.
+            [len(group["params"])]
+            + [
+                [key, bool(value)]
+                for key, value in sorted(group.items())
+                if isinstance(value, (bool, int, float))
+            ]
+            for group in part.param_groups
+        ]
+        return ["optimizer", type(part).__qualname__, *groups]
+    if isinstance(part, torch.Tensor):
+        return _tensor_described(part)
+    return [type(part).__qualname__]
+
+
+def _tensor_described(tensor: torch.Tensor) -> list[object]:
+    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return [list(tensor.shape), list(local.shape), str(local.dtype), local.device.type]
 
 
 def _restored(part: Any, value: Any) -> Any:

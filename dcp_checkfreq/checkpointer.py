@@ -2,83 +2,115 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-import os
+import signal
 import uuid
-from collections.abc import MutableMapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections import deque
+from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+import torch
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import (
-    BrokenShard,
     CheckFreqError,
-    PublishUnknown,
+    RankLost,
     RootDiffers,
     SaveFailed,
     StepsExist,
     TooManyFailures,
 )
-from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
-from dcp_checkfreq.planner import CheckFreqLoadPlanner, CheckFreqSavePlanner, FailingSavePlanner
+from dcp_checkfreq.format.torch_private import default_store
+from dcp_checkfreq.gate import Gate
+from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, TunedPacer, facts_of
+from dcp_checkfreq.planner import CheckFreqSavePlanner
+from dcp_checkfreq.policy.interval import Mode
+from dcp_checkfreq.policy.profile import StoredProfile, fingerprint
 from dcp_checkfreq.policy.retention import Retention, select_expired
-from dcp_checkfreq.reader import CheckFreqReader
-from dcp_checkfreq.recovery.choose import Choice, choose_newest, choose_nothing, choose_step
-from dcp_checkfreq.recovery.clean import clean_root, delete_step
+from dcp_checkfreq.policy.tuner import Decision
+from dcp_checkfreq.preemption import PreemptionWatch
+from dcp_checkfreq.recovery.choose import Choice
+from dcp_checkfreq.recovery.clean import delete_step
 from dcp_checkfreq.recovery.lease import LeaseFile
+from dcp_checkfreq.recovery.profile_file import ProfileFiles
 from dcp_checkfreq.recovery.scan import Depth, examine, scan
+from dcp_checkfreq.restoring import Restored, Restorer
+from dcp_checkfreq.saving import Ended, Measured, Saver
+from dcp_checkfreq.snapshot.guard import Guard
+from dcp_checkfreq.step_times import StepTimes
 from dcp_checkfreq.storage.late import look_again
 from dcp_checkfreq.storage.open import Location, open_tier
 from dcp_checkfreq.writer import CheckFreqWriter
 
 _log = logging.getLogger(__name__)
 
+_HISTORY = 1000  # saves that are remembered
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+Snapshots = Literal["auto", "cpu", "gpu", "blocking"]
+
 
 @dataclass(frozen=True, slots=True)
-class Restored:
-    """What `Checkpointer.restore` put into the state."""
+class SaveRecord:
+    """One save as this rank saw it. Bytes and seconds are of this rank."""
 
     step: int
-    path: str
-    world_size: int  # ranks that saved it; 0 if not recorded
-    seconds: float  # from the call to the restored state, on this rank
-    passed_over: tuple[str, ...]  # newer steps that were not whole, with the reason
+    interval_steps: int | None  # k when it began; None while profiling
+    mode: str  # how the snapshot was copied: "cpu", "gpu" or "blocking"
+    state_bytes: int  # tensors that this rank holds
+    copied_bytes: int  # of these, what it copied because no other rank writes it
+    blocked_s: float  # the loop was held up in `after_step` or `save`
+    waited_s: float  # the update after it waited for the copy
+    copy_s: float  # Tc or Tg
+    persist_s: float  # Ts: from copied to published
+    overhead: float | None  # share of training time that saving cost in the interval before
+    error: str | None
 
 
 class Checkpointer:
-    """Saves a job's state every so many steps in the background, and restores the newest whole one.
+    """Saves a job's state in the background as often as the budget allows; restores the newest.
 
     ::
 
-        with Checkpointer(root, {"model": model, "optim": optim}, every=500) as ckpt:
+        with Checkpointer(root, {"model": model, "optim": optim}, max_overhead=0.035) as ckpt:
             ckpt.restore()
             for batch in loader:
                 ...  # forward, backward, optim.step()
                 ckpt.after_step()
 
-    All ranks make it, and call its methods, at the same places. A save copies the state while
-    `after_step` runs and is written while training goes on. At most one save is in flight, and it
-    is never given up for a newer one: a crash loses at most the steps since the last published
-    save. A failed save leaves earlier checkpoints untouched and is reported by the next call.
+    All ranks make it, and call its methods, at the same places. The first iterations are measured,
+    then one save is; from both follows the interval k, which is adapted while the job runs. A save
+    copies parameters and optimizer state while the next forward and backward run; a hook lets
+    ``optim.step`` wait for the copy. Everything else is copied before `after_step` returns. At most
+    one save is in flight, and it is never given up for a newer one: a crash loses at most 2k steps.
+    A failed save leaves earlier checkpoints untouched and is reported by a next call.
+
+    Parameters and optimizer state may change in ``optim.step`` only, or after `wait_for_snapshot`.
 
     Args:
         root: folder of the run: path, ``file://`` URL or `Tier`; the same for all ranks.
         state: name to module, optimizer, `Stateful` object (scheduler, sampler, ...), `PerRank` or
             plain value. Restored plain values are put back into this mapping.
-        every: steps from one save to the next.
+        max_overhead: share of training time that saving may cost (p).
+        every: save at multiples of this step instead.
+        steps_per_epoch: of this job, if known: the profile is then at most 1 % of an epoch.
+        mtbf_s: mean time between failures of the whole job, if known: the interval is then the one
+            of least expected waste, if that is longer than the budget asks for.
+        snapshot: "auto": beside the training, in GPU memory or on the host, or "blocking" where
+            that is cheaper. "cpu", "gpu" and "blocking" fix it.
+        preempt_signals: on any rank make all ranks save once more and exit with code 0.
+        grace_s: how long after such a signal the job may go on.
         keep_last: published checkpoints of this history to keep.
         keep_every: also keep steps that are multiples of this.
-        on_error: "log" goes on after a failed save, "raise" raises it at the next call.
+        on_error: "log" goes on after a failed save, "raise" raises it, on all ranks at the same
+            step.
         max_failures: this many failed saves in a row raise `TooManyFailures` in any case.
         threads: shard files that a rank writes or reads at once.
         allow_pickle: save and restore values whose unpickling runs code. Without it they are
@@ -95,7 +127,13 @@ class Checkpointer:
         root: Location,
         state: MutableMapping[str, Any],
         *,
-        every: int,
+        max_overhead: float = 0.035,
+        every: int | None = None,
+        steps_per_epoch: int | None = None,
+        mtbf_s: float | None = None,
+        snapshot: Snapshots = "auto",
+        preempt_signals: Iterable[int] = DEFAULT_SIGNALS,
+        grace_s: float = 30.0,
         keep_last: int = 2,
         keep_every: int | None = None,
         on_error: Literal["log", "raise"] = "log",
@@ -105,34 +143,71 @@ class Checkpointer:
         timeout_s: float = 1800.0,
         clock: Clock | None = None,
     ) -> None:
-        if every < 1:
+        if every is not None and every < 1:
             raise ValueError(f"every must be at least 1, got {every}")
+        if not 0 < max_overhead <= 1:
+            raise ValueError(f"max_overhead must be in (0, 1], got {max_overhead}")
         if on_error not in ("log", "raise"):
             raise ValueError(f"on_error must be 'log' or 'raise', got {on_error!r}")
-        self._every = every
+        mode = _mode_of(snapshot)
         self._rule = Retention(keep_last=keep_last, keep_every=keep_every)
         self._raise_errors = on_error == "raise"
         self._max_failures = max_failures
         self._threads = threads
+        self._max_overhead = max_overhead
+        self._grace_s = grace_s
+        self._preempt_signals = tuple(preempt_signals)
         self._clock = clock or SystemClock()
         self._root = open_tier(root)
         self._agree = Agreement(timeout_s=timeout_s)
         self._state = AppState(state, self._agree.rank)
-        self._allow_pickle = allow_pickle
-        self._planner = CheckFreqSavePlanner(allow_pickle=allow_pickle)
-        run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])
+        self._run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])
         self._lineage: Lineage | None = None  # known once it is clear what this run goes on from
-        self._run_id = run_id
         self._kept: dict[int, str] = {}  # on rank 0: what retention looks after
-        self._lease = LeaseFile(self._root, run_id, self._clock)
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkfreq-save")
-        self._in_flight: Future[None] | None = None
-        self._in_flight_step = -1
+        self._lease = LeaseFile(self._root, self._run_id, self._clock)
+        self._check_root()
+        self._restorer = Restorer(
+            self._root,
+            self._agree,
+            self._state,
+            self._lease,
+            self._clock,
+            threads=threads,
+            allow_pickle=allow_pickle,
+        )
+        self._planner = CheckFreqSavePlanner(allow_pickle=allow_pickle, clock=self._clock)
+        self._times = StepTimes(self._clock, on_gpu=self._state.is_on_gpu())
+        self._guard = Guard(
+            self._state.optimizers(),
+            raise_errors=self._raise_errors and self._agree.is_alone,
+            around_update=self._times,
+        )
+        self._gate = Gate()
+        self._saver = Saver(
+            self._agree,
+            self._gate,
+            self._guard,
+            self._planner,
+            self._clock,
+            before_writing=self._lease.renew_quietly,
+            after_publishing=self._let_old_steps_go,
+            decide=self._decide,
+        )
+        self._profiles = ProfileFiles(self._root)
+        self._fingerprint = ""
+        self._pacer: Pacer
+        if every is None:
+            self._pacer = self._tuned_pacer(mtbf_s, steps_per_epoch, mode)
+        else:
+            self._pacer = FixedPacer(every, mode or Mode.CPU)
+        self._watch: PreemptionWatch | None = None
+        self._saves_begun = 0
+        self._measured = Measured(Mode.CPU)  # the last save
+        self._history: deque[SaveRecord] = deque(maxlen=_HISTORY)
         self._closed = False
         self.step = 0
         self.last_saved_step: int | None = None
         self.failures_in_a_row = 0
-        self._check_root()
 
     def _check_root(self) -> None:
         """Make sure that all ranks see what rank 0 writes: else nothing would ever be whole."""
@@ -159,6 +234,40 @@ class Checkpointer:
                 "All ranks need the same shared folder",
             )
 
+    def _tuned_pacer(
+        self, mtbf_s: float | None, steps_per_epoch: int | None, mode: Mode | None
+    ) -> TunedPacer:
+        """Make the pacer of a tuned run, from a stored profile if there is one."""
+
+        def look_up(ranks: list[list[object]]) -> tuple[str, StoredProfile | None]:
+            job = fingerprint([self._agree.world_size, self._root.location, ranks])
+            return job, self._profiles.load(job)
+
+        self._fingerprint, stored = self._agree.consult(self._state.describe(), look_up)
+        if stored is not None and self._agree.rank == 0:
+            _log.info(
+                "this job was profiled before: k %d, %s",
+                stored.interval_steps,
+                stored.costs,
+            )
+        return TunedPacer(
+            max_overhead=self._max_overhead,
+            mtbf_s=mtbf_s,
+            steps_per_epoch=steps_per_epoch,
+            mode=mode,
+            stored=stored,
+        )
+
+    @property
+    def interval_steps(self) -> int | None:
+        """Iterations from one save to the next (k); None while the job is being profiled."""
+        return self._pacer.interval_steps
+
+    @property
+    def history(self) -> Sequence[SaveRecord]:
+        """The last saves that have ended, oldest first."""
+        return tuple(self._history)
+
     # --- restoring ---
 
     def restore(
@@ -183,79 +292,23 @@ class Checkpointer:
             LoadFailed: the checkpoint does not fit the state; see the subclasses.
         """
         self._finish_in_flight()
-        started_s = self._clock.monotonic_s()
-        broken: dict[str, str] = {}
-        while True:
-            choice = self._agree.decide(lambda: self._choose(step, depth, fresh_start, broken))
-            record = choice.record
-            if record is None:
-                self._go_on_from(choice)
-                return None
-            try:
-                self._load(record.name)
-            except CheckpointException as error:
-                cause = _cause(error)
-                if step is not None or not isinstance(cause, BrokenShard):
-                    raise cause from error
-                _log.warning("%s; trying the next older checkpoint", cause)
-                broken[record.name] = cause.why
-                continue
-            self._go_on_from(choice)
-            seconds = self._clock.monotonic_s() - started_s
-            path = os.path.join(self._root.location, record.name)
-            if self._agree.rank == 0:
-                _log.info("restored step %d from %s in %.2f s", record.step, path, seconds)
-            return Restored(record.step, path, record.world_size, seconds, choice.passed_over)
-
-    def _choose(
-        self, step: int | None, depth: Depth, fresh_start: bool, broken: dict[str, str]
-    ) -> Choice:
-        """On rank 0: clean up, look, and decide what to go on from."""
-        holder = self._lease.held_by_other()
-        if holder is None:
-            self._lease.renew()
-            clean_root(self._root, now_s=self._clock.wall_s())
-        else:
-            _log.warning(
-                "%s: run %s on %s (pid %d) may still be at work there; nothing is cleaned up",
-                *(self._root.location, holder.run_id, holder.host, holder.pid),
-            )
-        if fresh_start:
-            return choose_nothing(self._root)
-        if step is not None:
-            return choose_step(self._root, step, depth)
-        choice = choose_newest(self._root, depth, broken)
-        for text in choice.passed_over:
-            _log.warning("%s: passed over %s", self._root.location, text)
-        return choice
-
-    def _load(self, name: str) -> None:
-        folder = self._root.child(name)
-        # Read once for all ranks: on shared file systems others might not see it yet.
-        known = self._agree.decide(
-            lambda: metadata_format.load(folder.read(names.METADATA), folder.location)
-        )
-        reader = CheckFreqReader(folder, threads=self._threads, known=known)
-        target = self._state.targets(known[0], folder.location)
-        dcp_load(
-            target,
-            storage_reader=reader,
-            planner=CheckFreqLoadPlanner(allow_pickle=self._allow_pickle),
-            process_group=self._agree.group,
-            no_dist=self._agree.is_alone,
-        )
-        self._state.restore(target)
+        self._guard.wait()
+        choice, restored = self._restorer.run(step, depth, fresh_start=fresh_start)
+        self._go_on_from(choice)
+        return restored
 
     def _go_on_from(self, choice: Choice) -> None:
         parent_step = None if choice.record is None else choice.record.step
         self.step = parent_step or 0
+        self._gate.start_from(self.step)
+        self._times.take()  # what came before was not training
         self.last_saved_step = parent_step
         self._kept = choice.kept
         self._lineage = Lineage(
             run_id=self._run_id, parent_step=parent_step, abandons=choice.abandons
         )
 
-    # --- saving ---
+    # --- training ---
 
     def after_step(self, step: int | None = None) -> None:
         """Say that a training step is done; starts a save when one is due.
@@ -265,24 +318,36 @@ class Checkpointer:
 
         Raises:
             SaveFailed: a background save failed (see ``on_error`` and ``max_failures``). It is
-                logged when it happens, and raised at the next step; with several ranks at the next
-                save, so that all of them raise at the same step.
+                logged when it happens, and raised on all ranks at the same step, soon after.
+            RankLost: another rank has died, or did not answer in time.
+            SystemExit: after a signal, once the last save is published; see ``preempt_signals``.
         """
         done = self.step + 1 if step is None else step
-        due = done % self._every == 0
-        finished = self._in_flight is not None and self._in_flight.done()
-        if due or (finished and self._agree.is_alone):
-            # With several ranks errors wait for the next save, where all ranks wait: raised as
-            # soon as one rank knows, they would leave it and the others in different steps.
-            self._finish_in_flight()
+        self._times.entered()
+        if self._watch is None:
+            self._watch = self._start_watch()
+        self._gate.pass_step(done)
         self.step = done
-        if due:
-            self.save()
+        self._pacer.counted()
+        try:
+            ended = self._saver.ended(done)
+            if ended is not None:
+                self._act_on(ended)
+            if self._watch.stop_at is not None and done >= self._watch.stop_at:
+                self._stop(self._watch)
+            if self._pacer.is_due(done):
+                begun_s = self._clock.monotonic_s()
+                self._finish_in_flight()  # which may have changed the interval
+                if self._pacer.is_due(done):
+                    self._save(begun_s)
+        finally:
+            self._times.left(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
 
     def save(self, *, wait: bool = False, check_replicas: bool = False) -> None:
         """Save the state as it is now, as the current step.
 
-        Waits for the save before, copies the state, and returns while it is being written.
+        Waits for the save before, copies the state or starts to, and returns while it is being
+        written.
 
         Args:
             wait: return only when the checkpoint is published, and raise if it is not.
@@ -290,35 +355,62 @@ class Checkpointer:
                 the first save does; a difference fails this save, and those after it until one
                 passes, with `ReplicasDiffer`. Small tensors and other values are always compared.
         """
+        self._times.entered()
+        try:
+            begun_s = self._clock.monotonic_s()
+            self._finish_in_flight()
+            if check_replicas:
+                self._planner.check_tensors_once()
+            self._save(begun_s)
+            if wait:
+                self._finish_in_flight(must_raise=True)
+        finally:
+            self._times.left(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
+
+    def wait_for_snapshot(self) -> None:
+        """Return once parameters and optimizer state may change outside of ``optimizer.step``.
+
+        Raises:
+            SnapshotFailed: the copy failed; the step that was being saved will not be.
+        """
+        self._guard.wait()
+
+    def wait(self) -> None:
+        """Wait until the save in flight is published, and report it like `after_step`."""
         self._finish_in_flight()
-        if check_replicas:
-            self._planner.check_tensors_once()
+
+    # --- saving ---
+
+    def _save(self, begun_s: float) -> None:
         if self._closed:
             raise SaveFailed(self._root.location, "this Checkpointer is closed")
         if self._lineage is None:
             self._agree.decide(self._refuse_foreign_steps)
             self._lineage = Lineage(run_id=self._run_id)
         step = self.step
-        folder = self._root.child(names.step_folder(step))
+        laps = self._times.take()
+        measured = Measured(self._pacer.mode, self._pacer.interval_steps)
+        profile = self._pacer.wants_profile
+        # The interval before the second save holds the first one, whose buffers were cold.
+        is_first = self._saves_begun < 2
+        gpu_bytes = self._state.gpu_memory_bytes() if profile else (0, 0)
+
+        def facts() -> Facts:
+            return facts_of(self._times.resolve(laps), measured, gpu_bytes, is_first=is_first)
+
         writer = CheckFreqWriter(
-            folder,
+            self._root.child(names.step_folder(step)),
             threads=self._threads,
             lineage=self._lineage,
             overwrite=self._agree.rank == 0 and self._is_replaceable(step),
         )
-        staged: dict[str, Any] = {}
-        planner = self._planner
-        try:
-            staged = writer.stage(self._state.capture())
-        except Exception as error:
-            if self._agree.is_alone:
-                raise
-            # The others are on their way into the save: this rank has to be there and say no.
-            planner = FailingSavePlanner(error)
-        self._in_flight_step = step
-        self._in_flight = self._pool.submit(self._write, writer, staged, planner, step)
-        if wait:
-            self._finish_in_flight(must_raise=True)
+        self._saver.begin(
+            step, self._state.capture, writer, measured=measured, profile=profile, facts=facts
+        )
+        self._measured = measured
+        self._saves_begun += 1
+        self._pacer.saving()
+        measured.blocked_s = self._clock.monotonic_s() - begun_s
 
     def _refuse_foreign_steps(self) -> None:
         whole = sorted(record.step for record in scan(self._root) if record.problem is None)
@@ -338,50 +430,38 @@ class Checkpointer:
         left_behind = first is not None and step >= first
         return record.published and (left_behind or record.problem is not None)
 
-    def _write(
-        self,
-        writer: CheckFreqWriter,
-        staged: dict[str, Any],
-        planner: CheckFreqSavePlanner,
-        step: int,
-    ) -> None:
-        """In the background thread: write, publish, and on rank 0 let old checkpoints go."""
-        try:
-            self._write_and_publish(writer, staged, planner)
-        except BaseException as error:
-            # Now, not only when the loop comes to ask: it may never come.
-            _log.error("step %d was not saved: %s", step, error)
-            raise
-        finally:
-            writer.close()
-        if self._agree.rank == 0:
-            self._let_old_steps_go(step)
-
-    def _write_and_publish(
-        self, writer: CheckFreqWriter, staged: dict[str, Any], planner: CheckFreqSavePlanner
-    ) -> None:
-        if self._agree.rank == 0:
-            self._lease.renew()
-        try:
-            dcp_save(
-                staged,
-                storage_writer=writer,
-                planner=planner,
-                process_group=self._agree.group,
-                no_dist=self._agree.is_alone,
+    def _decide(
+        self, step: int, ranks: list[Facts], error: BaseException | None
+    ) -> Decision | None:
+        """On rank 0, in the background: decide what comes after the save of ``step``."""
+        before = self._pacer.interval_steps
+        decision = self._pacer.decide(ranks)
+        if decision is None or not isinstance(self._pacer, TunedPacer):
+            return None
+        changed = decision.interval_steps != before or decision.mode is not self._pacer.mode
+        ahead = decision.forecast
+        _log.log(
+            logging.INFO if changed else logging.DEBUG,
+            "step %d: %s; expected overhead %.1f %%, a crash loses %.3g s (at most %.3g s)%s",
+            step,
+            decision.reason,
+            100 * ahead.overhead,
+            ahead.lost_work_s,
+            ahead.recovery_bound_s,
+            "" if ahead.goodput is None else f", goodput {ahead.goodput:.1%}",
+        )
+        if changed and self._pacer.tuning is not None:
+            tuning = self._pacer.tuning
+            self._profiles.store(
+                StoredProfile(
+                    fingerprint=self._fingerprint,
+                    costs=tuning.costs,
+                    mode=tuning.mode,
+                    interval_steps=tuning.interval_steps,
+                    max_overhead=self._max_overhead,
+                )
             )
-        except CheckpointException as error:
-            cause = _cause(error)
-            if not isinstance(cause, PublishUnknown):
-                writer.abandon()
-            raise cause from error
-        except RuntimeError as error:  # of the collectives
-            if self._agree.rank == 0:
-                writer.abandon()  # no one but this writer could have published it, and it did not
-            raise SaveFailed(
-                writer.checkpoint_id,
-                f"another rank did not answer; its own log says why ({error})",
-            ) from error
+        return decision
 
     def _let_old_steps_go(self, published: int) -> None:
         """Delete what the retention rule lets go; never fails a save that is published."""
@@ -393,21 +473,22 @@ class Checkpointer:
         except OSError as error:
             _log.warning("%s: old checkpoints stay for now: %s", self._root.location, error)
 
-    def wait(self) -> None:
-        """Wait until the save in flight is published, and report it like `after_step`."""
-        self._finish_in_flight()
-
     def _finish_in_flight(self, *, must_raise: bool = False) -> None:
-        future, self._in_flight = self._in_flight, None
-        if future is None:
-            return
-        error = future.exception()
+        ended = self._saver.ended()
+        if ended is not None:
+            self._act_on(ended, must_raise=must_raise)
+
+    def _act_on(self, ended: Ended, *, must_raise: bool = False) -> None:
+        """Act on the end of a save; all ranks do so at the same step."""
+        self._pacer.hear(ended.decision)
+        self._remember(ended)
+        error = ended.error
         if error is None:
-            self.last_saved_step = self._in_flight_step
+            self.last_saved_step = ended.step
             self.failures_in_a_row = 0
             return
         self.failures_in_a_row += 1
-        if self._raise_errors or must_raise:
+        if self._raise_errors or must_raise or isinstance(error, RankLost):
             raise error
         if self.failures_in_a_row >= self._max_failures:
             raise TooManyFailures(
@@ -415,6 +496,72 @@ class Checkpointer:
                 f"the last {self.failures_in_a_row} saves failed; last published step: "
                 f"{self.last_saved_step}; last error: {error}",
             ) from error
+
+    def _remember(self, ended: Ended) -> None:
+        measured = self._measured
+        self._history.append(
+            SaveRecord(
+                step=ended.step,
+                interval_steps=measured.interval_steps,
+                mode=measured.mode.value,
+                state_bytes=measured.state_bytes,
+                copied_bytes=measured.copied_bytes,
+                blocked_s=measured.blocked_s,
+                waited_s=self._times.waited_s(),
+                copy_s=measured.copy_s,
+                persist_s=measured.persist_s,
+                overhead=None if ended.decision is None else ended.decision.overhead_seen,
+                error=None if ended.error is None else str(ended.error),
+            )
+        )
+
+    # --- stopping ---
+
+    def _start_watch(self) -> PreemptionWatch:
+        watch = PreemptionWatch(
+            self._gate,
+            rank=self._agree.rank,
+            world_size=self._agree.world_size,
+            store=None if self._agree.is_alone else default_store(),
+            key=f"checkfreq/{self._run_id}",
+            signals=self._preempt_signals,
+            grace_s=self._grace_s,
+            clock=self._clock,
+            describe=lambda: f"last published step: {self.last_saved_step}",
+        )
+        watch.start()
+        return watch
+
+    def _stop(self, watch: PreemptionWatch) -> None:
+        """Save once more if there is time, and end this process. On all ranks at the same step."""
+        watch.taken_up()
+        code = 0
+        try:
+            self._finish_in_flight()
+            if self.last_saved_step != self.step and self._there_is_time(watch):
+                self.save(wait=True)
+        except CheckFreqError as error:
+            _log.error("before stopping: %s", error)
+            code = error.exit_code
+        _log.warning(
+            "stopping after step %d, as asked by a signal; the last published step is %s",
+            self.step,
+            self.last_saved_step,
+        )
+        with contextlib.suppress(CheckFreqError):  # logged already
+            self.close()
+        raise SystemExit(code)
+
+    def _there_is_time(self, watch: PreemptionWatch) -> bool:
+        last = self._history[-1] if self._history else None
+        needs_s = 0.0 if last is None else 1.5 * (last.copy_s + last.persist_s)
+        left_s = (watch.deadline_s or 0.0) - self._clock.monotonic_s()
+        enough = self._agree.consult(left_s >= needs_s, all)
+        if not enough:
+            _log.warning(
+                "%.1f s are left, a save takes about %.1f s: none is begun", left_s, needs_s
+            )
+        return enough
 
     def close(self) -> None:
         """Wait for the save in flight and give everything back. May be called twice.
@@ -428,7 +575,10 @@ class Checkpointer:
         try:
             self._finish_in_flight(must_raise=True)
         finally:
-            self._pool.shutdown()
+            self._saver.close()
+            self._guard.close()
+            if self._watch is not None:
+                self._watch.close()
             if self._agree.rank == 0:
                 self._lease.release()
             self._agree.close()
@@ -450,7 +600,11 @@ class Checkpointer:
             _log.error("while leaving because of another error: %s", failed)
 
 
-def _cause(error: CheckpointException) -> BaseException:
-    """Return the error of the lowest rank that failed, rather than DCP's wrapper."""
-    _, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    return cause
+def _mode_of(snapshot: Snapshots) -> Mode | None:
+    if snapshot == "auto":
+        return None
+    if snapshot not in {mode.value for mode in Mode}:
+        raise ValueError(f"snapshot must be 'auto', 'cpu', 'gpu' or 'blocking', got {snapshot!r}")
+    if snapshot == "gpu" and not torch.cuda.is_available():
+        raise ValueError("snapshot='gpu' needs a CUDA device")
+    return Mode(snapshot)

@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import (
     PlanCacheStale,
     ReplicasDiffer,
@@ -47,6 +48,7 @@ from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.shards.assign import share_out
 from dcp_checkfreq.shards.codec import bytes_of, check_storable, dense, is_sharded_tensor
 from dcp_checkfreq.snapshot.survey import Structure, describe
+
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
@@ -91,11 +93,15 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
     Args:
         allow_pickle: whether whoever loads will allow pickles. If not, a value that would need
             one is refused when it is saved, rather than when it is needed.
+        clock: for what planning takes.
     """
 
-    def __init__(self, *, allow_pickle: bool = True) -> None:
+    def __init__(self, *, allow_pickle: bool = True, clock: Clock | None = None) -> None:
         super().__init__()
         self._allow_pickle = allow_pickle
+        self._clock = clock or SystemClock()
+        self._begun_s = 0.0
+        self.planning_s = 0.0  # what planning anew took in the last save; 0 for a kept plan
         self._kept: _KeptPlan | None = None
         self._kept_global: _KeptGlobalPlan | None = None
         self._signature: Structure = []
@@ -129,6 +135,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         is_coordinator: bool = False,
     ) -> None:
         """Take the state of a new save."""
+        self._begun_s = self._clock.monotonic_s()
         with collector_held():
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._where = str(storage_meta.checkpoint_id) if storage_meta else "this save"
@@ -209,6 +216,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
                 raise PlanCacheStale(self._where, "this rank has no kept plan")
             self._kept = self._candidate
         self._check_tensors = False
+        self.planning_s = self._clock.monotonic_s() - self._begun_s if new_plan.usable else 0.0
         self.plan = self._kept.plan
         return self.plan
 
@@ -250,7 +258,9 @@ class FailingSavePlanner(CheckFreqSavePlanner):
 
 def _each_item_once(plans: list[SavePlan]) -> list[SavePlan]:
     """Give every item that several ranks hold to one of them; DCP's rule balances less well."""
-    chosen = share_out([{item.index: _bytes_of_item(item) for item in plan.items} for plan in plans])
+    chosen = share_out(
+        [{item.index: _bytes_of_item(item) for item in plan.items} for plan in plans]
+    )
     return [
         dataclasses.replace(plan, items=[item for item in plan.items if item.index in mine])
         for plan, mine in zip(plans, chosen, strict=True)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -38,7 +39,9 @@ from dcp_checkfreq.recovery.clean import named_files
 from dcp_checkfreq.shards.assign import Placement
 from dcp_checkfreq.shards.codec import Item, pieces
 from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve
-from dcp_checkfreq.snapshot.stager import Stager
+from dcp_checkfreq.snapshot.guard import Address
+from dcp_checkfreq.snapshot.stager import Snapshot, Stager
+from dcp_checkfreq.snapshot.survey import Survey
 from dcp_checkfreq.storage.open import Location, can_open, open_tier
 from dcp_checkfreq.storage.tier import Tier
 
@@ -286,6 +289,26 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
         """Copy the state into reused host buffers; it may be changed as soon as this returns."""
         return self._stager.stage(state_dict)
+
+    def begin_snapshot(
+        self,
+        state: Mapping[str, Any],
+        survey: Survey,
+        *,
+        only: AbstractSet[str] | None,
+        guarded: AbstractSet[Address],
+        on_gpu: bool,
+        touch_first: bool,
+    ) -> Snapshot:
+        """Start the snapshot that this writer will write; see `Stager.begin`."""
+        return self._stager.begin(
+            state,
+            survey,
+            only=only,
+            guarded=guarded,
+            on_gpu=on_gpu,
+            touch_first=touch_first,
+        )
 
     def synchronize_staging(self) -> None:
         """Do nothing: `stage` has copied everything when it returns."""

@@ -35,6 +35,7 @@ LEVELS = {
     "recovery": 3,
     "snapshot": 3,
     "gate": 3,
+    "step_times": 3,
     "testing": 3,  # public test tools: may use all that is below the writer and reader
     "writer": 4,
     "reader": 4,
@@ -43,6 +44,9 @@ LEVELS = {
     "data": 4,
     "agreement": 5,
     "latest": 5,
+    "saving": 5,
+    "pacing": 5,
+    "restoring": 5,
     "checkpointer": 5,
 }
 

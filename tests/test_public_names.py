@@ -13,6 +13,7 @@ from dcp_checkfreq import errors
 PUBLIC = {
     "Checkpointer",
     "Restored",
+    "SaveRecord",
     "PerRank",
     "CheckFreqWriter",
     "CheckFreqReader",

@@ -56,3 +56,8 @@ def parse_scratch(name: str) -> str | None:
     """Return the attempt of a temporary commit record, or None."""
     match = _SCRATCH.fullmatch(name)
     return match[1] if match else None
+
+
+def profile_file(fingerprint: str) -> str:
+    """Return the name of the stored profile of the job with this fingerprint."""
+    return f"profile-{fingerprint[:16]}.json"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import os
 import socket
 from dataclasses import asdict, dataclass
@@ -14,6 +15,8 @@ from dataclasses import asdict, dataclass
 from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.format.names import LEASE, RUN_FOLDER, new_attempt
 from dcp_checkfreq.storage.tier import Tier
+
+_log = logging.getLogger(__name__)
 
 TTL_S = 1800.0  # a run that has not saved for this long no longer holds others back
 
@@ -83,6 +86,13 @@ class LeaseFile:
         self._tier.replace(
             LEASE, json.dumps(asdict(lease)).encode(), scratch=f"{LEASE}.{new_attempt()}.tmp"
         )
+
+    def renew_quietly(self) -> None:
+        """`renew`, but a storage that fails now is left to whatever is written next."""
+        try:
+            self.renew()
+        except OSError as error:
+            _log.warning("%s: the lease was not renewed: %s", self._tier.location, error)
 
     def release(self) -> None:
         """Say that this run is done, unless another one has taken over."""

@@ -6,6 +6,7 @@ started, as long as the tensors do not change before `before_update` has been ca
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Sequence
 from typing import Protocol
@@ -16,7 +17,6 @@ from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.errors import SnapshotFailed
 from dcp_checkfreq.format.torch_private import version_of
 from dcp_checkfreq.snapshot.copies import copy_tensors
-
 
 Copy = tuple[str, torch.Tensor, torch.Tensor]  # name for errors, source, target
 
@@ -34,6 +34,11 @@ class Lane(Protocol):
 
     def wait(self) -> None:
         """On any thread: return once the copy is complete in its targets. Raises the same."""
+        ...
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the copy is complete, or has failed."""
         ...
 
     @property
@@ -64,7 +69,7 @@ class _Watched:
                     )
 
 
-class ThreadCopy:
+class _ThreadCopy:
     """Copies host memory in a background thread; an update has to wait for its end."""
 
     def __init__(self, copies: Sequence[Copy], clock: Clock) -> None:
@@ -86,6 +91,10 @@ class ThreadCopy:
         self.seconds_s = self._clock.monotonic_s() - started_s
         self._done.set()
 
+    @property
+    def is_done(self) -> bool:
+        return self._done.is_set()
+
     def before_update(self) -> None:
         self.wait()
 
@@ -97,7 +106,8 @@ class ThreadCopy:
             raise SnapshotFailed(f"copying failed: {self._error}") from self._error
 
 
-def _new_stream(device: torch.device) -> torch.cuda.Stream:
+@functools.cache
+def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 
@@ -105,21 +115,17 @@ def _new_event() -> torch.cuda.Event:
     return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
-class StreamCopy:
+class _StreamCopy:
     """Copies CUDA tensors of one device on a side stream. Never blocks the host.
 
     The side stream starts after all that the training stream has queued so far, and
     `before_update` makes the training stream wait for the copy: the order is kept on the device.
     """
 
-    _side_streams: dict[torch.device, torch.cuda.Stream] = {}  # one per device, for the process
-
     def __init__(self, copies: Sequence[Copy]) -> None:
         self._watched = _Watched(copies)  # also keeps the sources' memory from being used again
         self._device = copies[0][1].device
-        side = self._side_streams.get(self._device)
-        if side is None:
-            side = self._side_streams[self._device] = _new_stream(self._device)
+        side = _side_stream(self._device)
         self._begun = _new_event()
         self._ended = _new_event()
         side.wait_stream(torch.cuda.current_stream(self._device))
@@ -138,17 +144,25 @@ class StreamCopy:
         self._watched.check(may_change_now=True)
 
     @property
+    def is_done(self) -> bool:
+        return bool(self._ended.query())  # type: ignore[no-untyped-call]
+
+    @property
     def seconds_s(self) -> float:
         return float(self._begun.elapsed_time(self._ended)) / 1000
 
 
-class QueuedCopy:
+class _QueuedCopy:
     """Copies of CUDA tensors on the training stream itself: what comes after them is in order."""
 
-    def __init__(self, device: torch.device) -> None:
-        self._ended = _new_event()
-        self._ended.record(torch.cuda.current_stream(device))
-        self.seconds_s = 0.0  # counted as time of the call that queued them
+    def __init__(self, copies: Sequence[Copy]) -> None:
+        self._sources = [source for _, source, _ in copies]  # kept from being used again
+        stream = torch.cuda.current_stream(self._sources[0].device)
+        self._begun, self._ended = _new_event(), _new_event()
+        self._begun.record(stream)
+        for _, source, target in copies:
+            target.copy_(source, non_blocking=True)
+        self._ended.record(stream)
 
     def before_update(self) -> None:
         pass
@@ -156,17 +170,40 @@ class QueuedCopy:
     def wait(self) -> None:
         self._ended.synchronize()
 
+    @property
+    def is_done(self) -> bool:
+        return bool(self._ended.query())  # type: ignore[no-untyped-call]
 
-def start_lanes(copies: Sequence[Copy], clock: Clock) -> list[Lane]:
+    @property
+    def seconds_s(self) -> float:
+        return float(self._begun.elapsed_time(self._ended)) / 1000
+
+
+def start_overlapped(copies: Sequence[Copy], clock: Clock) -> list[Lane]:
     """Start all copies: those of host memory in one lane, those of each GPU in one of its own.
 
     Sources are detached tensors, kept alive until the lane goes. Targets have the same shape and
     dtype; for CUDA sources they are pinned host memory, or on the source's GPU.
     """
-    by_device: dict[torch.device, list[Copy]] = {}
-    for one in copies:
-        by_device.setdefault(one[1].device, []).append(one)
     return [
-        ThreadCopy(part, clock) if device.type == "cpu" else StreamCopy(part)
-        for device, part in by_device.items()
+        _ThreadCopy(part, clock) if device.type == "cpu" else _StreamCopy(part)
+        for device, part in _by_device(copies).items()
     ]
+
+
+def copy_at_once(copies: Sequence[Copy]) -> list[Lane]:
+    """Copy host memory before this returns, and queue copies from GPUs on the current streams."""
+    lanes: list[Lane] = []
+    for device, part in _by_device(copies).items():
+        if device.type == "cpu":
+            copy_tensors([source for _, source, _ in part], [target for _, _, target in part])
+        else:
+            lanes.append(_QueuedCopy(part))
+    return lanes
+
+
+def _by_device(copies: Sequence[Copy]) -> dict[torch.device, list[Copy]]:
+    parts: dict[torch.device, list[Copy]] = {}
+    for one in copies:
+        parts.setdefault(one[1].device, []).append(one)
+    return parts

@@ -16,14 +16,14 @@ from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import SnapshotFailed
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.shards.assign import next_place
-from dcp_checkfreq.snapshot.copies import copy_tensors
 from dcp_checkfreq.snapshot.guard import Address, address_of
-from dcp_checkfreq.snapshot.lanes import Lane, QueuedCopy, start_lanes
+from dcp_checkfreq.snapshot.lanes import Copy, Lane, copy_at_once, start_overlapped
 from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool, Lease, device_pool
 from dcp_checkfreq.snapshot.survey import Found, Survey
 
 # Less than this is copied at once: a thread would cost more than it saves.
 OVERLAP_FROM_BYTES = 1 << 20
+_GPU_SHARE = 0.9  # of the free GPU memory; the rest is for peaks that were not seen
 
 
 class _Staged(dict[str, Any]):
@@ -46,10 +46,16 @@ class Snapshot:
     """
 
     def __init__(
-        self, state: dict[str, Any], lanes: Sequence[Lane], copied_bytes: int, state_bytes: int
+        self,
+        state: dict[str, Any],
+        lanes: Sequence[Lane],
+        at_once_s: float,
+        copied_bytes: int,
+        state_bytes: int,
     ) -> None:
         self.state = state
         self._lanes = lanes
+        self._at_once_s = at_once_s
         self.copied_bytes = copied_bytes
         self.state_bytes = state_bytes
 
@@ -68,9 +74,14 @@ class Snapshot:
             lane.wait()
 
     @property
-    def overlapped_s(self) -> float:
-        """How long the longest lane copied; call it after `wait`."""
-        return max((lane.seconds_s for lane in self._lanes), default=0.0)
+    def is_done(self) -> bool:
+        """Whether nothing is being copied any more."""
+        return all(lane.is_done for lane in self._lanes)
+
+    @property
+    def copy_s(self) -> float:
+        """How long copying took, at once and beside training; call it after `wait`."""
+        return self._at_once_s + max((lane.seconds_s for lane in self._lanes), default=0.0)
 
 
 class Stager:
@@ -156,7 +167,9 @@ class Stager:
             raise
         self._leases = leases
         weakref.finalize(staged, leases.release).atexit = False
-        return Snapshot(staged, leases.lanes, plan.copied_bytes, survey.state_bytes)
+        return Snapshot(
+            staged, leases.lanes, leases.at_once_s, plan.copied_bytes, survey.state_bytes
+        )
 
     def _copy(
         self, state: Mapping[str, Any], survey: Survey, plan: _Plan, leases: _Leases
@@ -164,17 +177,13 @@ class Stager:
         parts = _Parts(leases)
         places = {memory: parts.place(item) for memory, item in plan.items.items()}
         items = list(plan.items.items())
-        now = [(item.found.local, places[memory]) for memory, item in items if not item.overlaps]
-        later = [
-            (item.found.path, item.found.local, places[memory])
-            for memory, item in items
-            if item.overlaps
-        ]
-        if later:
-            leases.lanes += start_lanes(later, self._clock)
-        copy_tensors([source for source, _ in now], [target for _, target in now])
-        queued_on = {source.device for source, _ in now if source.is_cuda}
-        leases.lanes += [QueuedCopy(device) for device in queued_on]
+        copies: dict[bool, list[Copy]] = {True: [], False: []}
+        for memory, item in items:
+            copies[item.overlaps].append((item.found.path, item.found.local, places[memory]))
+        leases.lanes += start_overlapped(copies[True], self._clock)
+        begun_s = self._clock.monotonic_s()
+        leases.lanes += copy_at_once(copies[False])
+        leases.at_once_s = self._clock.monotonic_s() - begun_s
         of_tensor = {id(one.tensor): one for one in survey.found}
 
         def rebuilt(value: Any) -> Any:
@@ -221,6 +230,7 @@ class _Leases:
         self.host = host
         self.on_device: dict[torch.device, Lease] = {}
         self.lanes: list[Lane] = []
+        self.at_once_s = 0.0
 
     def of(self, device: torch.device | None) -> Lease:
         return self.host if device is None else self.on_device[device]
@@ -251,12 +261,23 @@ class _Item:
         self.device = device  # of the buffer; None: host
         self.offset = 0
 
+    def part_of(self, memory: torch.Tensor) -> torch.Tensor:
+        """Return the tensor in the buffer that the copy goes into."""
+        source = self.found.local
+        flat = memory[self.offset : self.offset + source.nbytes]
+        return flat.view(source.dtype).view(source.shape)
+
 
 class _Plan:
     """What is copied, when, and where to."""
 
     def __init__(
-        self, survey: Survey, only: AbstractSet[str] | None, guarded: AbstractSet[Address], *, on_gpu: bool
+        self,
+        survey: Survey,
+        only: AbstractSet[str] | None,
+        guarded: AbstractSet[Address],
+        *,
+        on_gpu: bool,
     ) -> None:
         self.items: dict[Hashable, _Item] = {}
         sizes: dict[torch.device | None, int] = {}
@@ -288,6 +309,34 @@ class _Plan:
 
     def _overlapped_on_host(self) -> list[_Item]:
         return [item for item in self.items.values() if item.overlaps and item.found.local.is_cpu]
+
+
+def gpu_copy_s(survey: Survey, guarded: AbstractSet[Address]) -> float | None:
+    """Return how long copying what is guarded into free GPU memory takes (Tg).
+
+    None without a GPU, or if it does not fit beside what is there. The memory is kept in the pool.
+    """
+    plan = _Plan(survey, None, guarded, on_gpu=True)
+    seconds_s = 0.0
+    for device, size_bytes in plan.gpu_bytes.items():
+        if size_bytes > torch.cuda.mem_get_info(device)[0] * _GPU_SHARE:
+            return None
+        try:
+            lease = device_pool(device).lease(size_bytes, fit=True)
+        except SnapshotFailed:
+            return None
+        copies = [
+            ("", item.found.local, item.part_of(lease.memory))
+            for item in plan.items.values()
+            if item.device == device
+        ]
+        for warm in (False, True):
+            (queued,) = copy_at_once(copies)
+            queued.wait()
+            if warm:
+                seconds_s = max(seconds_s, queued.seconds_s)
+        lease.release()
+    return seconds_s if plan.gpu_bytes else None
 
 
 def _own_copy(value: Any) -> Any:
@@ -328,8 +377,7 @@ class _Parts:
         key = (memory.data_ptr(), item.offset, source.dtype, source.shape)
         part = self._before.get(key)
         if part is None:
-            flat = memory[item.offset : item.offset + source.nbytes]
-            part = flat.view(source.dtype).view(source.shape)
+            part = item.part_of(memory)
         self.used[key] = part
         return part
 

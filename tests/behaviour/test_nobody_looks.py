@@ -16,7 +16,7 @@ def test_a_failed_save_is_logged_when_it_happens_not_when_someone_asks(caplog):
     tier = FaultyTier(MemoryTier(), [Fault(verb="write_shard", error=28)])
     with caplog.at_level(logging.ERROR), Checkpointer(tier, {"w": torch.ones(2)}, every=1) as ckpt:
         ckpt.after_step()
-        concurrent.futures.wait([ckpt._in_flight], 60)
+        concurrent.futures.wait([ckpt._saver._running], 60)
         told = caplog.text
         ckpt.wait()
     assert "step 1 was not saved" in told

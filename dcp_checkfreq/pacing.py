@@ -1,0 +1,236 @@
+"""When a run saves: at fixed steps, or as the tuner decides. Rank 0 decides, all ranks hear."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from dcp_checkfreq.policy import tuner
+from dcp_checkfreq.policy.costs import Costs, profile_steps, typical_s, worst
+from dcp_checkfreq.policy.interval import Mode
+from dcp_checkfreq.policy.profile import StoredProfile
+from dcp_checkfreq.policy.seen import Iteration, SaveSeen, summarise, worst_seen
+from dcp_checkfreq.policy.tuner import Decision, Tuning
+from dcp_checkfreq.saving import Measured
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one rank tells rank 0 about a save: of the interval before it, and for a profile."""
+
+    seen: SaveSeen
+    costs: Costs | None
+
+
+class Pacer(Protocol):
+    """Says when the next save is due; the same on all ranks at the same step."""
+
+    @property
+    def interval_steps(self) -> int | None:
+        """Iterations from one save to the next (k); None while that is not known."""
+        ...
+
+    @property
+    def mode(self) -> Mode:
+        """How to copy the next snapshot."""
+        ...
+
+    @property
+    def wants_profile(self) -> bool:
+        """Whether the next save is measured to begin with."""
+        ...
+
+    def counted(self) -> None:
+        """Say that an iteration is done."""
+        ...
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether to save after this step."""
+        ...
+
+    def saving(self) -> None:
+        """Say that a save begins."""
+        ...
+
+    def decide(self, ranks: Sequence[Facts]) -> Decision | None:
+        """On rank 0, in the background: decide what comes after this save."""
+        ...
+
+    def hear(self, decision: Decision | None) -> None:
+        """On every rank, at the same step: act on the decision."""
+        ...
+
+
+class FixedPacer:
+    """Saves at steps that are multiples of ``every``."""
+
+    wants_profile = False
+
+    def __init__(self, every: int, mode: Mode) -> None:
+        self.interval_steps: int | None = every
+        self._every = every
+        self.mode = mode
+
+    def counted(self) -> None:
+        """Count an iteration."""
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether to save after this step."""
+        return step % self._every == 0
+
+    def saving(self) -> None:
+        """Count from here."""
+
+    def decide(self, ranks: Sequence[Facts]) -> Decision | None:
+        """Let the tuner see the save."""
+        return None
+
+    def hear(self, decision: Decision | None) -> None:
+        """Act on the decision."""
+
+
+class TunedPacer:
+    """Profiles, saves once, and then every k iterations as rank 0's tuner says.
+
+    Args:
+        max_overhead: p.
+        mtbf_s: mean time between failures of the job, if known.
+        steps_per_epoch: for the length of the profile.
+        mode: how to copy; None: as the tuner decides.
+        stored: what an earlier run of the same job ended with.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_overhead: float,
+        mtbf_s: float | None,
+        steps_per_epoch: int | None,
+        mode: Mode | None,
+        stored: StoredProfile | None = None,
+    ) -> None:
+        self._max_overhead, self._mtbf_s = max_overhead, mtbf_s
+        self._fixed_mode = mode
+        self._profile_steps = profile_steps(steps_per_epoch)
+        self._since = 0  # iterations since the last save began, or since the start
+        self._waits_for_decision = False
+        self.tuning: Tuning | None = None  # on rank 0 it changes with every save
+        self._decision: Decision | None = None
+        if stored is not None:
+            same_budget = stored.max_overhead == max_overhead
+            self.tuning = self._start(stored.costs, stored.interval_steps if same_budget else None)
+            self._decision = tuner.opening(self.tuning)
+
+    def _start(self, costs: Costs, first_interval_steps: int | None = None) -> Tuning:
+        mode = self._fixed_mode
+        if mode is Mode.GPU and costs.snapshot_gpu_s is None:
+            _log.warning("snapshots do not fit into GPU memory: they go to the host")
+            mode = Mode.CPU
+        return tuner.start(
+            costs,
+            max_overhead=self._max_overhead,
+            mtbf_s=self._mtbf_s,
+            mode=mode,
+            first_interval_steps=first_interval_steps,
+        )
+
+    @property
+    def interval_steps(self) -> int | None:
+        """k; None while it is not known."""
+        return None if self._decision is None else self._decision.interval_steps
+
+    @property
+    def mode(self) -> Mode:
+        """How to copy the next snapshot."""
+        if self._decision is not None:
+            return self._decision.mode
+        # The first copy is made by itself, so that what it takes does not depend on the training.
+        return Mode.BLOCKING
+
+    @property
+    def wants_profile(self) -> bool:
+        """Whether nothing is known of this job yet."""
+        return self._decision is None
+
+    def counted(self) -> None:
+        """Count an iteration."""
+        self._since += 1
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether to save after this step."""
+        if self._waits_for_decision:
+            return False
+        if self._decision is None:
+            return self._since >= self._profile_steps
+        return self._since >= self._decision.interval_steps + self._decision.gap_steps
+
+    def saving(self) -> None:
+        """Count from here."""
+        self._since = 0
+        self._waits_for_decision = self._decision is None
+
+    def decide(self, ranks: Sequence[Facts]) -> Decision | None:
+        """Let the tuner see the save."""
+        seen = worst_seen([rank.seen for rank in ranks])
+        if self.tuning is not None:
+            self.tuning, decision = tuner.observe(self.tuning, seen)
+            return decision
+        measured = [rank.costs for rank in ranks if rank.costs is not None]
+        if len(measured) < len(ranks):
+            return None  # it failed, so it said nothing
+        self.tuning = self._start(worst(measured))
+        return tuner.opening(self.tuning)
+
+    def hear(self, decision: Decision | None) -> None:
+        """Act on the decision."""
+        self._waits_for_decision = False
+        if decision is not None:
+            self._decision = decision
+
+
+def facts_of(
+    iterations: Sequence[Iteration],
+    measured: Measured,
+    gpu_bytes: tuple[int, int],
+    *,
+    is_first: bool,
+) -> Facts:
+    """Return what a rank tells of the interval that a save ended, and of the save itself.
+
+    Args:
+        iterations: of the interval.
+        measured: what the save cost.
+        gpu_bytes: GPU memory in use, and there at all (M, Mmax).
+        is_first: the interval or the save is not like later ones.
+    """
+    interval = summarise(iterations)
+    seen = SaveSeen(
+        interval=interval,
+        mode=measured.mode,
+        copy_s=measured.copy_s,
+        persist_s=measured.persist_s,
+        copied_bytes=measured.copied_bytes,
+        state_bytes=measured.state_bytes,
+        is_first=is_first,
+        failed=measured.failed,
+    )
+    if measured.failed:
+        return Facts(seen, None)
+    # Later saves copy less, where other ranks hold the same.
+    share = measured.written_bytes / max(measured.copied_bytes, 1)
+    used_bytes, total_bytes = gpu_bytes
+    costs = Costs(
+        iteration_s=typical_s(one.worked_s for one in iterations),
+        update_s=interval.update_s,
+        snapshot_gpu_s=None if measured.gpu_copy_s is None else measured.gpu_copy_s * share,
+        snapshot_cpu_s=measured.copy_s * share,
+        persist_s=measured.persist_s,
+        state_bytes=measured.written_bytes,
+        gpu_used_bytes=used_bytes,
+        gpu_total_bytes=total_bytes,
+    )
+    return Facts(seen, costs)

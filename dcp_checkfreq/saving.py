@@ -1,0 +1,338 @@
+"""One save, from the live state to what all ranks know of it.
+
+On the training thread `begin` agrees with the other ranks on how to save, and takes the snapshot or
+starts it. In the background the snapshot is written and published by DCP; then the ranks *meet*:
+each holds its training loop at the gate for a moment, they exchange what happened and what it
+cost, and rank 0 decides what comes next. `Ended.at` is a step that no rank has reached yet, so all
+of them act on it at the same one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
+
+from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.errors import (
+    CheckFreqError,
+    PublishUnknown,
+    RankLost,
+    SaveFailed,
+    SnapshotFailed,
+)
+from dcp_checkfreq.gate import Gate
+from dcp_checkfreq.planner import CheckFreqSavePlanner, FailingSavePlanner
+from dcp_checkfreq.policy.interval import Mode
+from dcp_checkfreq.policy.tuner import Decision
+from dcp_checkfreq.snapshot.guard import Guard
+from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
+from dcp_checkfreq.snapshot.survey import Structure, Survey
+from dcp_checkfreq.writer import CheckFreqWriter
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class Measured:
+    """What a save cost this rank. Filled in as the save goes on; seconds on the host's clock."""
+
+    mode: Mode
+    interval_steps: int | None = None  # k when it began
+    blocked_s: float = 0.0  # the loop was held up for it
+    failed: bool = False
+    copied_bytes: int = 0
+    state_bytes: int = 0
+    copy_s: float = 0.0  # Tc or Tg
+    persist_s: float = 0.0  # Ts: copied until published
+    gpu_copy_s: float | None = None  # Tg, where it was tried
+    written_bytes: int = 0  # of tensors that this rank writes from now on
+
+
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A save that has ended, as all ranks know it."""
+
+    step: int
+    at: int  # the first step at which all ranks act on it
+    error: BaseException | None
+    decision: Decision | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Ready:
+    """What a rank says before anything is copied."""
+
+    step: int
+    plan_fits: bool
+    error: SaveFailed | None
+
+
+@dataclass(slots=True)
+class _Job:
+    step: int
+    writer: CheckFreqWriter
+    planner: CheckFreqSavePlanner
+    snapshot: Snapshot | None
+    structure: Structure
+    tensor_bytes: dict[str, int]  # by flat key
+    measured: Measured
+    facts: Callable[[], Any]
+    ended: Ended | None = None
+
+
+class Saver:
+    """Carries out one save at a time.
+
+    Args:
+        agree: of the ranks. Its group is used by the background thread during a save; the training
+            thread may use it only when none is in flight.
+        gate: that the training thread passes.
+        guard: of the optimizers.
+        planner: kept over all saves.
+        clock: for what saves cost.
+        before_writing: called on rank 0 in the background; must not raise.
+        after_publishing: called on rank 0 with the step, in the background; must not raise.
+        decide: called on rank 0 at the end of a save with the step, what every rank's ``facts``
+            returned, in rank order, and the error.
+    """
+
+    def __init__(
+        self,
+        agree: Agreement,
+        gate: Gate,
+        guard: Guard,
+        planner: CheckFreqSavePlanner,
+        clock: Clock,
+        *,
+        before_writing: Callable[[], None],
+        after_publishing: Callable[[int], None],
+        decide: Callable[[int, list[Any], BaseException | None], Decision | None],
+    ) -> None:
+        self._agree, self._gate, self._guard = agree, gate, guard
+        self._planner = planner
+        self._clock = clock
+        self._before_writing = before_writing
+        self._after_publishing = after_publishing
+        self._decide = decide
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkfreq-save")
+        self._planned: Structure | None = None  # of the state that the kept plan is for
+        self._job: _Job | None = None
+        self._running: Future[None] | None = None
+
+    # --- on the training thread ---
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a save was begun that `ended` has not told of yet."""
+        return self._job is not None
+
+    @property
+    def is_running(self) -> bool:
+        """Whether something is going on in the background now."""
+        return self._running is not None and not self._running.done()
+
+    @property
+    def is_copying(self) -> bool:
+        """Whether a snapshot is being copied now."""
+        job = self._job
+        return job is not None and job.snapshot is not None and not job.snapshot.is_done
+
+    def begin(
+        self,
+        step: int,
+        capture: Callable[[], Mapping[str, Any]],
+        writer: CheckFreqWriter,
+        *,
+        measured: Measured,
+        profile: bool,
+        facts: Callable[[], Any],
+    ) -> None:
+        """Save what ``capture`` returns as ``step`` through ``writer``, which is closed at the end.
+
+        All ranks call it at the same step, with no save in flight.
+
+        Args:
+            step: number of the step.
+            capture: returns the live state.
+            writer: of this step's folder.
+            measured: says how to copy; what the save costs is filled in.
+            profile: measure for later saves: have new memory ready before the copy starts, and
+                try the GPU if there is one.
+            facts: called in the background when the save has ended, for ``decide``.
+
+        Raises:
+            CheckFreqError: nothing was begun, on any rank.
+        """
+        assert self._job is None
+        state, survey, only = self._agreed_state(step, capture)
+        guarded = (
+            self._guard.addresses() if profile or measured.mode is not Mode.BLOCKING else set()
+        )
+        if profile:
+            measured.gpu_copy_s = gpu_copy_s(survey, guarded)
+        planner, snapshot = self._planner, None
+        try:
+            snapshot = writer.begin_snapshot(
+                state,
+                survey,
+                only=only,
+                guarded=set() if measured.mode is Mode.BLOCKING else guarded,
+                on_gpu=measured.mode is Mode.GPU,
+                touch_first=profile,
+            )
+        except CheckFreqError as error:
+            # The others are on their way into the save: this rank has to be there and say no.
+            planner = FailingSavePlanner(error)
+        else:
+            planner.expect_partial(only is not None)
+            self._guard.arm(snapshot)
+            measured.copied_bytes = snapshot.copied_bytes
+            measured.state_bytes = snapshot.state_bytes
+        sizes = {one.path: one.local.nbytes for one in survey.found} if profile else {}
+        job = _Job(step, writer, planner, snapshot, survey.structure, sizes, measured, facts)
+        self._job = job
+        self._running = self._thread.submit(self._run, job)
+
+    def _agreed_state(
+        self, step: int, capture: Callable[[], Mapping[str, Any]]
+    ) -> tuple[Mapping[str, Any], Survey, frozenset[str] | None]:
+        """Return the live state, and what of it this rank writes; None if that is not known."""
+        alone = self._agree.is_alone
+        try:
+            state = capture()
+            survey = Survey(state)
+        except Exception as error:
+            if not alone:
+                problem = SaveFailed(f"step {step}", f"rank {self._agree.rank}: {error}")
+                with contextlib.suppress(CheckFreqError):  # this rank has the error itself
+                    self._agree.consult(_Ready(step, False, problem), _all_ready)
+            raise
+        fits = self._planned is not None and self._planned == survey.structure
+        self._planned = None  # until this save has worked
+        only = self._planner.written_keys if fits else None
+        if alone:
+            return state, survey, None
+        if not self._agree.consult(_Ready(step, only is not None, None), _all_ready):
+            only = None
+        return state, survey, only
+
+    def ended(self, step: int | None = None) -> Ended | None:
+        """Return how the save in flight has ended, or None; it is in flight no more then.
+
+        Args:
+            step: only if all ranks act on it at this step. None: wait for its end.
+        """
+        job, running = self._job, self._running
+        if job is None or running is None:
+            return None
+        if step is None:
+            running.result()
+        ended = job.ended
+        if ended is None or (step is not None and step < ended.at):
+            return None
+        self._job = self._running = None
+        return ended
+
+    def close(self) -> None:
+        """Wait for the save in flight and end the thread. May be called twice."""
+        self._thread.shutdown()
+
+    # --- in the background ---
+
+    def _run(self, job: _Job) -> None:
+        error: BaseException | None = None
+        try:
+            self._write_and_publish(job)
+        except BaseException as failed:  # noqa: BLE001  every rank hears of it below
+            error = failed
+            job.measured.failed = True
+            # Now, not only when the loop comes to ask: it may never come.
+            _log.error("step %d was not saved: %s", job.step, error)
+        finally:
+            job.writer.close()
+        if error is None and self._agree.rank == 0:
+            self._after_publishing(job.step)
+        try:
+            job.ended = self._meet(job, error)
+        except BaseException as failed:  # noqa: BLE001
+            job.ended = Ended(job.step, 0, error or failed, None)
+
+    def _write_and_publish(self, job: _Job) -> None:
+        planner, measured = job.planner, job.measured
+        if self._agree.rank == 0:
+            self._before_writing()
+        if job.snapshot is not None:
+            try:
+                job.snapshot.wait()
+                measured.copy_s = job.snapshot.copy_s
+            except SnapshotFailed as error:
+                planner = FailingSavePlanner(error)
+        begun_s = self._clock.monotonic_s()
+        try:
+            dcp_save(
+                dict(job.snapshot.state) if job.snapshot is not None else {},
+                storage_writer=job.writer,
+                planner=planner,
+                process_group=self._agree.group,
+                no_dist=self._agree.is_alone,
+            )
+        except CheckpointException as failed:
+            cause = cause_of(failed)
+            if not isinstance(cause, PublishUnknown):
+                job.writer.abandon()
+            raise cause from failed
+        except RuntimeError as failed:  # of the collectives
+            if self._agree.rank == 0:
+                job.writer.abandon()  # no one but this writer could have published it
+            raise RankLost(
+                job.writer.checkpoint_id,
+                f"another rank did not answer; its own log says why ({failed})",
+            ) from failed
+        measured.persist_s = self._clock.monotonic_s() - begun_s
+        if job.tensor_bytes:  # a profile: later saves keep the plan
+            measured.persist_s = max(0.0, measured.persist_s - planner.planning_s)
+        self._planned = job.structure
+        written = planner.written_keys or ()
+        measured.written_bytes = sum(job.tensor_bytes.get(key, 0) for key in written)
+
+    def _meet(self, job: _Job, error: BaseException | None) -> Ended:
+        """Tell the other ranks, hear what rank 0 decides, and from which step on it holds."""
+        if isinstance(error, RankLost):
+            return Ended(job.step, 0, error, None)
+
+        def rule(facts: list[Any]) -> tuple[BaseException | None, Decision | None]:
+            return error, self._decide(job.step, facts, error)
+
+        # First wait for the slowest rank, and only then hold the training for a moment.
+        heard, decision = self._agree.consult(job.facts(), rule)
+        passed = self._gate.hold()
+        try:
+            at = self._agree.consult(passed, max) + 1
+            return Ended(job.step, at, heard, decision)
+        finally:
+            self._gate.release()
+
+
+def _all_ready(ranks: list[_Ready]) -> bool:
+    """Return whether the kept plan fits on all ranks; raise if a rank cannot save."""
+    steps = sorted({ready.step for ready in ranks})
+    if len(steps) > 1:
+        raise SaveFailed(f"step {steps[0]}", f"the ranks are saving different steps: {steps}")
+    for ready in ranks:
+        if ready.error is not None:
+            raise ready.error
+    return all(ready.plan_fits for ready in ranks)
+
+
+def cause_of(error: CheckpointException) -> BaseException:
+    """Return the error of the lowest rank that failed, rather than DCP's wrapper."""
+    _, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
+    return cause

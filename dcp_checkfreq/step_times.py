@@ -1,0 +1,131 @@
+"""Measures the iterations of this rank: on the host's clock, or on the GPU's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.policy.seen import Iteration
+
+Mark = Any  # a moment: seconds, or a CUDA event
+
+
+def _host_seconds(begun: Mark, ended: Mark) -> float | None:
+    return float(ended - begun)
+
+
+def _gpu_mark() -> Mark:
+    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event.record()
+    return event
+
+
+def _gpu_seconds(begun: Mark, ended: Mark) -> float | None:
+    # What has not happened yet is left out: waiting for it would stop the host.
+    return begun.elapsed_time(ended) / 1000 if begun.query() and ended.query() else None
+
+
+@dataclass(slots=True)
+class Lap:
+    """The marks of one iteration, in order."""
+
+    left: Mark  # from here on the loop was held up, until
+    begun: Mark  # the iteration began; it was done when
+    is_loaded: bool
+    is_copying: bool
+    ended: Mark = None  # `after_step` was called. If that waited for the save before:
+    waited_until: Mark = None
+    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
+    updates: list[tuple[Mark, Mark]] = field(default_factory=list)
+
+
+class StepTimes:
+    """What the iterations of this rank took, and what of it was waiting for saves.
+
+    With CUDA moments are events on the training stream, which cost nothing to record and tell how
+    long the GPU took; the host may be many kernels ahead. Used by the training thread, but for
+    `resolve`.
+    """
+
+    def __init__(self, clock: Clock, *, on_gpu: bool) -> None:
+        self.now: Callable[[], Mark] = _gpu_mark if on_gpu else clock.monotonic_s
+        self._seconds = _gpu_seconds if on_gpu else _host_seconds
+        self._laps: list[Lap] = []
+        self._entered: Mark = None
+        self._accounted: Mark = None
+
+    def entered(self) -> None:
+        """Say that `after_step` was called: an iteration is done."""
+        self._entered = self._accounted = self.now()
+        if self._laps:
+            self._laps[-1].ended = self._entered
+
+    def left(self, *, is_loaded: bool, is_copying: bool) -> None:
+        """Say that `after_step` returns: the next iteration begins.
+
+        Args:
+            is_loaded: a save is under way.
+            is_copying: its snapshot is.
+        """
+        now = self.now()
+        self._laps.append(Lap(self._accounted or now, now, is_loaded, is_copying))
+
+    def waited(self, begun: Mark, ended: Mark) -> None:
+        """Take note that an update waited for a snapshot."""
+        if self._laps:
+            self._laps[-1].waits.append((begun, ended))
+
+    def updated(self, begun: Mark, ended: Mark) -> None:
+        """Take note of an update (Tw)."""
+        if self._laps:
+            self._laps[-1].updates.append((begun, ended))
+
+    def take(self) -> list[Lap]:
+        """Return the iterations since the last call. Call it when a save is about to begin.
+
+        What `after_step` has waited for until now counts for the last of them; what the save holds
+        the loop up from now on counts for the first one after it.
+        """
+        now = self.now()
+        laps, self._laps = self._laps, []
+        if laps and laps[-1].ended is self._entered:
+            laps[-1].waited_until = now
+        self._accounted = now
+        return laps
+
+    def waited_s(self) -> float:
+        """Return for how long updates have waited for the last snapshot, as far as is known."""
+        return sum(self._sum(lap.waits) for lap in self._laps)
+
+    def resolve(self, laps: list[Lap]) -> list[Iteration]:
+        """Return what iterations took, as far as the GPU is done with them. On any thread."""
+        made = []
+        for lap in laps:
+            if lap.ended is None:
+                continue
+            seconds = self._seconds(lap.begun, lap.ended)
+            held_up = self._seconds(lap.left, lap.begun)
+            queued = 0.0
+            if lap.waited_until is not None:
+                queued = self._seconds(lap.ended, lap.waited_until) or 0.0
+            if seconds is None or held_up is None:
+                continue
+            made.append(
+                Iteration(
+                    seconds=seconds,
+                    blocked_s=held_up + queued,
+                    waited_s=self._sum(lap.waits),
+                    update_s=self._sum(lap.updates),
+                    loaded=lap.is_loaded,
+                    copying=lap.is_copying,
+                    queued_s=queued,
+                )
+            )
+        return made
+
+    def _sum(self, spans: list[tuple[Mark, Mark]]) -> float:
+        return sum(self._seconds(begun, ended) or 0.0 for begun, ended in spans)
