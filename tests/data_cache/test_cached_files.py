@@ -128,14 +128,14 @@ def test_a_remote_volume_in_memory_is_read_once(cache):
     assert list(CachedFiles(urls, cache)) == [content_of(i, 10 * KIB) for i in range(4)]
 
 
-def test_members_of_an_archive_reach_spawned_workers(tmp_path, cache, sources):
+def test_members_of_an_archive_reach_workers(tmp_path, cache, sources):
     archive = tmp_path / "all.zip"
     with zipfile.ZipFile(archive, "w") as out:
         for source in sources:
             out.write(source, pathlib.Path(source).name)
     urls = [f"zip://{pathlib.Path(source).name}::file://{archive}" for source in sources]
     dataset = CachedFiles(urls, cache, digest_and_place)
-    loader = DataLoader(dataset, batch_size=None, num_workers=2, multiprocessing_context="spawn")
+    loader = DataLoader(dataset, batch_size=None, num_workers=2)
     assert [tuple(item) for item in loader] == [(digest, True) for digest in expected(24)]
     archive.unlink()
     assert list(dataset) == [(digest, True) for digest in expected(24)]
