@@ -64,15 +64,15 @@ def choose_mode(costs: Costs, headroom: float = 0.1) -> Mode:
     return Mode.GPU if fits and cheaper else Mode.CPU
 
 
-def steps_for(finish_s: float, stall_s: float, iteration_s: float, max_overhead: float) -> int:
-    """Return the smallest k with ``finish_s <= k Ti`` and ``stall_s <= p k Ti``, at least 1.
+def steps_for(left_s: float, cost_s: float, iteration_s: float, max_overhead: float) -> int:
+    """Return the smallest k with ``left_s <= k Ti`` and ``cost_s <= p k Ti``, at least 1.
 
     At most `MAX_INTERVAL_STEPS`. Durations that are none (NaN, negative) count as 0, an iteration
     that is none or shorter than a microsecond as a microsecond.
 
     Args:
-        finish_s: what of the save is left when the loop goes on, until it is published.
-        stall_s: what the save costs the loop (To).
+        left_s: what of the save is left when the loop goes on, until it is published.
+        cost_s: what the save costs the loop (To).
         iteration_s: Ti.
         max_overhead: p, in (0, 1].
 
@@ -82,8 +82,8 @@ def steps_for(finish_s: float, stall_s: float, iteration_s: float, max_overhead:
     if not 0 < max_overhead <= 1:
         raise ValueError(f"max_overhead must be in (0, 1], got {max_overhead}")
     one = _iteration(iteration_s)
-    to_finish = _ceil(_duration(finish_s) / one)
-    to_afford = _ceil(_duration(stall_s) / (max_overhead * one))
+    to_finish = _ceil(_duration(left_s) / one)
+    to_afford = _ceil(_duration(cost_s) / (max_overhead * one))
     return max(to_finish, to_afford, 1)
 
 
@@ -92,15 +92,24 @@ def shortest_interval_steps(costs: Costs, mode: Mode, max_overhead: float) -> in
 
     It is the smallest interval that keeps two promises: a save is published before the next one
     starts, and the loop stands still for at most the share p (0.035 means 3.5 %). In mode GPU the
-    host copy is still to come while persisting, so Tc counts there too. In 1 to
-    `MAX_INTERVAL_STEPS` whatever was measured, see `steps_for`.
+    state is copied twice, first within the GPU and then to the host, so it is Tg + Tc there in
+    place of Tc. In 1 to `MAX_INTERVAL_STEPS` whatever was measured, see `steps_for`.
 
     Raises:
         ValueError: ``max_overhead`` is outside (0, 1], or mode GPU without ``snapshot_gpu_s``.
     """
     stall = stall_s(costs, mode)
-    left = _duration(costs.snapshot_cpu_s) + _duration(costs.persist_s) - stall
-    return steps_for(left, stall, costs.iteration_s, max_overhead)
+    return steps_for(finish_s(costs, mode) - stall, stall, costs.iteration_s, max_overhead)
+
+
+def finish_s(costs: Costs, mode: Mode) -> float:
+    """Return how long a save takes from its start until it is published, in seconds.
+
+    Raises:
+        ValueError: mode GPU without a measured ``snapshot_gpu_s``.
+    """
+    on_gpu = _copy_s(costs, mode) if mode is Mode.GPU else 0.0
+    return on_gpu + _duration(costs.snapshot_cpu_s) + _duration(costs.persist_s)
 
 
 def least_waste_interval_steps(cost_per_save_s: float, iteration_s: float, mtbf_s: float) -> int:
@@ -164,15 +173,15 @@ class Forecast:
 
 
 def forecast(
-    k: int, *, iteration_s: float, stall_s: float, finish_s: float, mtbf_s: float | None = None
+    k: int, *, iteration_s: float, cost_s: float, save_s: float, mtbf_s: float | None = None
 ) -> Forecast:
     """Return what to expect of a save every ``k`` iterations; to first order in the failure rate.
 
     Args:
         k: interval in iterations, at least 1.
         iteration_s: Ti.
-        stall_s: what a save costs the loop (To).
-        finish_s: from the start of a save until it is published; counts up to one interval, as
+        cost_s: what a save costs the loop (To).
+        save_s: from the start of a save until it is published; counts up to one interval, as
             the next save waits for it.
         mtbf_s: mean time between failures of the job; None if not known.
 
@@ -182,8 +191,8 @@ def forecast(
     if k < 1:
         raise ValueError(f"an interval has at least one iteration, got {k}")
     interval_s = k * _iteration(iteration_s)
-    lost_s = interval_s / 2 + min(_duration(finish_s), interval_s)
-    overhead = _duration(stall_s) / interval_s
+    lost_s = interval_s / 2 + min(_duration(save_s), interval_s)
+    overhead = _duration(cost_s) / interval_s
     goodput = None
     if mtbf_s is not None:
         check_mtbf(mtbf_s)

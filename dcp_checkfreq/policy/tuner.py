@@ -25,6 +25,7 @@ from dcp_checkfreq.policy.interval import (
     Forecast,
     Mode,
     choose_mode,
+    finish_s,
     forecast,
     interval_steps,
     least_waste_interval_steps,
@@ -164,7 +165,7 @@ def observe(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
 
     tuning, pending = _gap_taken(tuning, seen.interval)
     recent = without_outdated((*tuning.recent, judge(tuning.baseline, seen))[-KEPT:])
-    tuning = _with_costs(replace(tuning, recent=recent))
+    tuning = _with_costs(replace(tuning, recent=recent), seen.interval)
     base_s = tuning.baseline.iteration_s
     overhead = cost_per_save_s(seen.interval, base_s) / max(seen.interval.steps * base_s, 1e-9)
     saw = f"{overhead:.1%} of {seen.interval.steps} iterations, budget {tuning.max_overhead:.1%}"
@@ -209,10 +210,14 @@ def _learned(tuning: Tuning, interval: IntervalSeen) -> Tuning:
     return replace(tuning, baseline=baseline, recent=recent)
 
 
-def _with_costs(tuning: Tuning) -> Tuning:
+def _with_costs(tuning: Tuning, interval: IntervalSeen) -> Tuning:
     """Return the state with costs as seen lately, which are what a restarted job begins with."""
-    persist_s = statistics.median(judged.persist_s for judged in tuning.recent[-_SOME:])
-    costs = replace(tuning.costs, iteration_s=tuning.baseline.iteration_s, persist_s=persist_s)
+    costs = replace(
+        tuning.costs,
+        iteration_s=tuning.baseline.iteration_s,
+        update_s=interval.update_s,
+        persist_s=statistics.median(judged.persist_s for judged in tuning.recent[-_SOME:]),
+    )
     return replace(tuning, costs=costs)
 
 
@@ -318,8 +323,10 @@ def _without_overlap(tuning: Tuning, overhead: float, saw: str) -> tuple[Tuning,
 def _decision(tuning: Tuning, overhead: float | None, reason: str) -> Decision:
     costs = [judged.cost_s for judged in tuning.recent if judged.cost_s is not None]
     finishes = [judged.finish_s for judged in tuning.recent[-_SOME:]]
-    expected = stall_s(tuning.costs, tuning.mode)
-    copied_s = tuning.costs.snapshot_cpu_s
+    if costs:
+        cost_s, save_s = statistics.median(costs), statistics.median(finishes)
+    else:
+        cost_s, save_s = stall_s(tuning.costs, tuning.mode), finish_s(tuning.costs, tuning.mode)
     return Decision(
         interval_steps=tuning.interval_steps,
         gap_steps=tuning.gap_steps,
@@ -329,8 +336,8 @@ def _decision(tuning: Tuning, overhead: float | None, reason: str) -> Decision:
         forecast=forecast(
             tuning.interval_steps,
             iteration_s=tuning.baseline.iteration_s,
-            stall_s=statistics.median(costs) if costs else expected,
-            finish_s=statistics.median(finishes) if finishes else copied_s + tuning.costs.persist_s,
+            cost_s=cost_s,
+            save_s=save_s,
             mtbf_s=tuning.mtbf_s,
         ),
     )

@@ -1,0 +1,108 @@
+"""The pace of a job without saves: joined, renewed, and dropped when the job has another one."""
+
+import random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from dcp_checkfreq.policy.baseline import (
+    Baseline,
+    baseline_error_s,
+    baseline_of,
+    change_s,
+    gap_steps,
+    renewed,
+)
+from dcp_checkfreq.policy.seen import Iteration, Pace, summarise
+
+BUDGET = 0.035
+
+
+def interval(*free, beside=()):
+    return summarise(
+        [Iteration(seconds=s, blocked_s=0.0, waited_s=0.0, update_s=0.0, loaded=loaded)
+         for seconds, loaded in ((free, False), (beside, True)) for s in seconds]
+    )  # fmt: skip
+
+
+def after(baseline, *intervals):
+    changed = False
+    for one in intervals:
+        baseline, changed = renewed(baseline, one, BUDGET)
+    return baseline, changed
+
+
+def test_iterations_without_a_save_renew_it_and_others_make_it_older():
+    baseline, _ = after(baseline_of(1.0, 10), interval(beside=[1.2] * 4))
+    assert (baseline.age_saves, baseline.iteration_s) == (1, 1.0)
+    baseline, changed = after(baseline, interval(1.001, 1.001, beside=[1.2] * 4))
+    assert (baseline.age_saves, changed) == (0, False)
+    assert baseline.pace.steps == 12
+
+
+def test_three_iterations_of_another_pace_are_believed_at_once():
+    baseline, changed = after(baseline_of(1.0, 50), interval(1.5, 1.5, 1.5))
+    assert changed
+    assert baseline.paces == (Pace(steps=3, typical_s=1.5, spread_s=0.0),)
+
+
+def test_a_lone_odd_iteration_is_not_believed_but_two_in_a_row_are():
+    baseline, changed = after(baseline_of(1.0, 50), interval(9.0))
+    assert (changed, baseline.iteration_s) == (False, 1.0)
+    assert after(baseline, interval(1.0), interval(9.0))[0].iteration_s == 1.0
+    baseline, changed = after(baseline, interval(9.0))
+    assert changed
+    assert baseline.iteration_s == 9.0
+
+
+def test_faster_iterations_beside_a_save_show_that_it_is_too_slow():
+    baseline, changed = after(baseline_of(2.0, 50), interval(beside=[1.1] * 4))
+    assert changed
+    assert (baseline.iteration_s, baseline.age_saves) == (1.1, 1)
+    slower, changed = after(baseline_of(1.0, 50), interval(beside=[1.1] * 4))
+    assert (changed, slower.iteration_s) == (False, 1.0)  # that is what saves may do
+
+
+@given(st.integers(0, 1000))
+def test_noise_alone_is_hardly_ever_a_change_and_its_size_is_found(seed):
+    chance = random.Random(seed)
+    baseline, changes = baseline_of(1.0, 50), 0
+    for _ in range(40):
+        seen = interval(*[chance.uniform(0.9, 1.1) for _ in range(4)])
+        baseline, changed = renewed(baseline, seen, BUDGET)
+        changes += changed
+    assert changes <= 3
+    assert baseline.iteration_s == pytest.approx(1.0, abs=0.09)
+    assert 0.02 < baseline.noise < 0.1
+
+
+def test_a_difference_that_is_small_beside_the_budget_is_none():
+    quiet = Baseline(paces=(Pace(steps=50, typical_s=1.0),), noises=(0.0,))
+    assert change_s(quiet, Pace(steps=50, typical_s=1.017), BUDGET) == 0.0
+    assert change_s(quiet, Pace(steps=50, typical_s=1.018), BUDGET) == pytest.approx(0.018)
+    assert change_s(quiet, Pace(steps=50, typical_s=0.9), BUDGET) == pytest.approx(-0.1)
+    noisy = Baseline(paces=(Pace(steps=50, typical_s=1.0),), noises=(0.1,))
+    assert change_s(noisy, Pace(steps=3, typical_s=1.2), BUDGET) == 0.0
+
+
+def test_more_noise_asks_for_longer_gaps_within_bounds():
+    gaps = [
+        gap_steps(Baseline(paces=(Pace(steps=9, typical_s=1.0),), noises=(noise,)), BUDGET)
+        for noise in (0.0, 0.01, 0.03, 0.05, 0.1, 10.0)
+    ]
+    assert gaps == sorted(gaps)
+    assert (gaps[0], gaps[-1]) == (3, 8)
+    assert len(set(gaps)) > 2
+
+
+def test_the_error_of_a_baseline_falls_with_its_iterations_and_adds_up_over_those_compared():
+    few, many = (Baseline(paces=(Pace(steps=n, typical_s=2.0),), noises=(0.05,)) for n in (4, 16))
+    assert baseline_error_s(few, 10) == pytest.approx(2 * baseline_error_s(many, 10))
+    assert baseline_error_s(few, 10) == pytest.approx(10 * 1.2533 * 0.05 * 2.0 / 2)
+
+
+def test_a_baseline_of_nothing_measured_is_replaced_by_the_first_that_is():
+    for broken in (0.0, float("nan"), -1.0, float("inf")):
+        baseline, _ = after(baseline_of(broken, 0), interval(1.0, 1.0, 1.0))
+        assert baseline.iteration_s == 1.0
