@@ -15,7 +15,7 @@ _LONGEST_GAP_STEPS = 8
 _KEPT = 5  # so many measurements are joined to one
 _USUAL_NOISE = 0.02  # taken until iterations have been compared with each other
 _NOISES = 16  # with few iterations each is a rough one
-_CHANGED = 3.0  # standard errors at which the job itself has another pace
+_CHANGED = 3.5  # standard errors at which the job itself has another pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
