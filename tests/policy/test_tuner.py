@@ -31,6 +31,10 @@ def changes(intervals):
     return sum(one != other for one, other in pairwise(intervals))
 
 
+def growths(intervals):
+    return sum(one < other for one, other in pairwise(intervals))
+
+
 def costs_of(ti=1.0, tw=0.1, tc=0.5, ts=3.0):
     return Costs(
         iteration_s=ti, update_s=tw, snapshot_gpu_s=None, snapshot_cpu_s=tc, persist_s=ts,
@@ -114,10 +118,10 @@ def test_without_slow_down_the_profile_was_right_and_nothing_changes(ti, tc, ts,
 def test_with_ten_percent_noise_it_changes_a_few_times_and_then_stays(kind, seed):
     job = Job(noise=0.1, seed=seed, **kind)
     found = job.run(200)
-    assert changes(found) <= 12
-    assert changes(found[100:]) <= 8  # one needless growth, and its way back
+    assert growths(found) <= 4
+    assert growths(found[100:]) <= 2  # each a needless one, with its way back step by step
     quiet = sum(one == other for one, other in pairwise(found[30:]))
-    assert quiet >= 0.92 * len(found[31:])
+    assert quiet >= 0.9 * len(found[31:])
 
 
 def test_with_two_percent_noise_it_stays_in_a_narrow_band():
