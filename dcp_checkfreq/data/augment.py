@@ -68,13 +68,18 @@ class SampleSeeds:
         self._seed = seed
         self._mode = mode
 
+    @property
+    def is_off(self) -> bool:
+        """Whether nothing is seeded."""
+        return self._mode == "none"
+
     @contextmanager
     def batch(self) -> Iterator[None]:
         """Around the making of one batch: afterwards the random states are what they were.
 
         In the main process they belong to the training (dropout would follow the data).
         """
-        if self._mode == "none":
+        if self.is_off:
             yield
             return
         saved = global_rng.save() if self._mode == "global" and get_worker_info() is None else None
@@ -95,7 +100,7 @@ class SampleSeeds:
         self._set(COLLATE_STREAM, epoch, first_index)
 
     def _set(self, stream: int, epoch: int, index: int) -> None:
-        if self._mode == "none":
+        if self.is_off:
             return
         key = derive(stream, self._seed, epoch, index)
         _now.set(_Sample(key))

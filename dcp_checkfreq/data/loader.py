@@ -52,9 +52,10 @@ class ResumableLoader:
         rank: data-parallel rank; default: of the default process group.
         world_size: data-parallel ranks; tell both or neither.
         num_workers: processes; they stay alive between epochs.
-        augment_rng: what is seeded before each sample (and before collate): "global" `random`,
-            NumPy's and torch's global generators, and `sample_rng`; "explicit" only the latter,
-            which costs less; "none" nothing. The training's own random state is never touched.
+        augment_rng: what is seeded before each sample (and before collate), without touching the
+            training's own random state: "global" `random`, NumPy's and torch's global generators,
+            and `sample_rng`; "explicit" only the latter, which costs less; "none" nothing. With
+            "none" items are fetched by ``__getitems__`` where the data set has it.
         dataset_id: what the data is, in your words (name, version, transforms). A state is not
             loaded into data with another id or length.
         on_mismatch: what `load_state_dict` does by default if the data is another.
@@ -243,14 +244,21 @@ class BatchesOf(Dataset[Any]):
 
     def __getitem__(self, keys: _Keys) -> Any:
         with self._seeds.batch():
-            samples = []
-            for epoch, indices in keys:
-                for index in indices:
-                    self._seeds.sample(epoch, index)
-                    samples.append(self.dataset[index])
+            samples = list(self._samples(keys))
             epoch, indices = keys[0]
             self._seeds.collate(epoch, indices[0])
             return self._collate(samples)
+
+    def _samples(self, keys: _Keys) -> Iterator[Any]:
+        # What fetches several at once (Hugging Face data sets do) cannot be seeded in between.
+        at_once = getattr(self.dataset, "__getitems__", None) if self._seeds.is_off else None
+        for epoch, indices in keys:
+            if at_once is not None:
+                yield from at_once(indices)
+                continue
+            for index in indices:
+                self._seeds.sample(epoch, index)
+                yield self.dataset[index]
 
 
 def _as_it_is(batch: Any) -> Any:

@@ -220,10 +220,28 @@ def test_batches_are_those_of_dataloader():
         assert all(map(torch.equal, ours, theirs))
 
 
+class AtOnce(Ids):
+    """Fetches several items at once, as Hugging Face data sets do."""
+
+    asked = 0
+
+    def __getitems__(self, indices):
+        self.asked += 1
+        return [self[index] for index in indices]
+
+
+@pytest.mark.parametrize(("mode", "times"), [("none", 5), ("global", 0)])
+def test_items_are_fetched_at_once_if_no_random_numbers_come_between(mode, times):
+    data = AtOnce(20)
+    assert take(loader_of(dataset=data, augment_rng=mode)) == order(0, 0, 20).at(range(20))
+    assert data.asked == times
+
+
 def tell_worker(number):
     torch.utils.data.get_worker_info().dataset.dataset.length = -number
 
 
+@pytest.mark.slow  # spawned workers import torch anew
 def test_options_of_dataloader_go_through():
     loader = loader_of(
         20, num_workers=2, prefetch_factor=4, worker_init_fn=tell_worker, timeout=60,
@@ -328,8 +346,9 @@ def test_grown_data_is_fine_between_epochs_and_starts_the_epoch_anew_if_asked(ca
     assert "8 samples of it were consumed" in caplog.text
 
 
-def test_an_iterator_from_before_a_load_is_stale():
-    loader = loader_of(50)
+@pytest.mark.parametrize("workers", [0, 2])
+def test_an_iterator_from_before_a_load_is_stale(workers):
+    loader = loader_of(50, num_workers=workers)
     iterator = iter(loader)
     next(iterator)
     loader.load_state_dict(loader.state_dict())
@@ -353,6 +372,31 @@ def test_an_iterator_that_is_done_stays_done():
     assert len(list(iterator)) == 2
     assert len(take(loader)) == 8
     assert list(iterator) == []
+
+
+@pytest.mark.parametrize("length", [24, 23])
+@pytest.mark.parametrize("then", [(3, 1), (6, 1), (1, 5)])
+def test_after_three_steps_on_four_ranks_the_rest_comes_once_on_others(length, then):
+    """Case 36: states of single ranks would be dropped, or skip too much or too little."""
+    first, state = Job(4, Ids(length), 1, seed=3).run(3)
+    rest, _ = Job(then[0], Ids(length), then[1], state, seed=3).run()
+    assert len(flat(first)) == 12
+    assert lost_and_repeated(flat(first + rest), length) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("last", "world"), [("partial", 3), ("partial", 4), ("pad", 3), ("pad", 4), ("drop", 3)]
+)
+def test_ten_samples_on_ranks_that_do_not_divide_them(last, world):
+    """Case 38: every rank has as many steps, and what is repeated or left out is told."""
+    job = Job(world, Ids(10), 3, last=last)
+    for epoch in range(2):
+        lengths = {len(loader) for loader in job.loaders}
+        steps, state = job.run()
+        assert lengths == {len(steps)}
+        lost, repeated = lost_and_repeated(flat(steps), 10)
+        assert (len(lost), repeated) == (1 if last == "drop" else 0, [])
+        assert json.loads(state["state"])["epoch"] == epoch + 1
 
 
 # --- failures ---
@@ -406,6 +450,13 @@ def test_the_position_saved_with_a_step_is_the_one_after_it(tmp_path, workers):
         assert again.samples == 4 * step % 200
         if step < 50:
             assert take(again, 1) == trained[step + 1]
+
+
+def test_all_ranks_hold_the_same_state():
+    """Case 30: all ranks save the same text, so that it does not matter whose is kept."""
+    job = Job(3, Ids(100), 4)
+    _, state = job.run(2)
+    assert [loader.state_dict() for loader in job.loaders] == [state] * 3
 
 
 def test_a_state_that_does_not_fit_fails_the_restore_by_name(tmp_path):

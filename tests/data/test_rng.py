@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from dcp_checkfreq import Checkpointer
+from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.data import DataStateError, RNGState, seed_everything
 
 BIT_GENERATORS = ["PCG64", "PCG64DXSM", "Philox", "SFC64", "MT19937"]
@@ -72,6 +73,19 @@ def test_it_is_saved_under_a_key_of_its_rank():
     assert list(RNGState(rank=3).state_dict()) == ["rank3"]
     with pytest.raises(DataStateError, match=r"no 'rank4' in it, only \['rank3'\]"):
         RNGState(rank=4).load_state_dict(RNGState(rank=3).state_dict())
+
+
+def test_each_rank_gets_its_own_back():
+    captured, wanted = {}, []
+    for rank in range(2):
+        seed_everything(0, rank=rank)
+        captured |= AppState({"rng": RNGState(rank=rank)}, rank).capture()
+        wanted.append(draw())
+    for rank in range(2):
+        seed_everything(5)
+        AppState({"rng": RNGState(rank=rank)}, rank).restore(captured)
+        assert draw() == wanted[rank]
+    assert wanted[0] != wanted[1]
 
 
 def test_a_new_rank_gets_numbers_of_its_own_and_says_so(caplog):
