@@ -29,8 +29,9 @@ PAPER = [
 class Length:
     """How long the measured part of a run is, and what of it is left out."""
 
-    settle_intervals: int
-    intervals: int
+    steady_saves: int  # settled when so many saves in a row left the interval as it is
+    most_saves: int  # until then
+    intervals: int  # measured, at least
     least_iterations: int
 
 
@@ -39,13 +40,13 @@ def specs(quick: bool) -> list[SimSpec]:
         return [SimSpec(state_bytes=6 * MB, iteration_s=0.02, update_s=0.002)]
     return [
         SimSpec(state_bytes=megabytes_ * MB, iteration_s=iteration_s, update_s=iteration_s / 10)
-        for megabytes_, iteration_s in ((50, 0.1), (150, 0.15), (400, 0.25))
+        for megabytes_, iteration_s in ((50, 0.05), (150, 0.08), (400, 0.15))
     ]
 
 
 def run(settings: Settings) -> Result:
     repeats = settings.repeats or (1 if settings.quick else 5)
-    length = Length(1, 2, 6) if settings.quick else Length(2, 3, 18)
+    length = Length(2, 3, 2, 6) if settings.quick else Length(4, 14, 3, 18)
     raw: list[Raw] = []
     figures: Raw = {}
     grid = Grid(
@@ -83,6 +84,8 @@ def _measure(spec: SimSpec, settings: Settings, repeats: int, length: Length) ->
         first = _auto(job, folder / "first", settings, length)  # warms up, and gives a first k
         interval, iterations = first["interval_steps"], first["iterations"]
         for round_number, arm in order(ARMS, repeats, settings.seed):
+            if not round_number:
+                continue  # has warmed up
             root = folder / f"{arm}{round_number}"
             if arm == "auto":
                 done = _auto(job, root, settings, length)
@@ -91,9 +94,8 @@ def _measure(spec: SimSpec, settings: Settings, repeats: int, length: Length) ->
                 done = _sync(job, root, interval, iterations)
             else:
                 done = _window(job, NoSaver(), iterations)
-            if round_number:
-                name = megabytes(spec.state_bytes)
-                runs.append({"state": name, "round": round_number, "arm": arm, **done})
+            name = megabytes(spec.state_bytes)
+            runs.append({"state": name, "round": round_number, "arm": arm, **done})
     return runs
 
 
@@ -112,8 +114,9 @@ def _auto(job: SimJob, root: Path, settings: Settings, length: Length) -> Raw:
                 break
             if before >= MAX_PROFILE_ITERATIONS:
                 raise RuntimeError(f"no interval was chosen in {before} iterations")
-        first_chosen = ckpt.interval_steps
-        job.run(length.settle_intervals * first_chosen, lambda: saver.after(due=False))
+        first_chosen, saves_before = ckpt.interval_steps, len(ckpt.history)
+        while not _settled(saver, length, saves_before):
+            job.iterate(lambda: saver.after(due=False))
         interval = ckpt.interval_steps
         whole = max(length.intervals, -(-length.least_iterations // interval))
         done = _window(job, saver, whole * interval)
@@ -125,6 +128,15 @@ def _auto(job: SimJob, root: Path, settings: Settings, length: Length) -> Raw:
         return done | profiled | {"interval_steps": interval}
     finally:
         saver.close()
+
+
+def _settled(saver: Ours, length: Length, saves_before: int) -> bool:
+    saves = [record.interval_steps for record in saver.checkpointer.history][saves_before:]
+    if len(saves) >= length.most_saves:
+        return True
+    steady = saves[-length.steady_saves :]
+    now = saver.checkpointer.interval_steps
+    return len(steady) == length.steady_saves and set(steady) == {now}
 
 
 def _sync(job: SimJob, root: Path, interval: int, iterations: int) -> Raw:
