@@ -427,7 +427,7 @@ def test_a_rank_without_handlers_hears_of_the_others_signal(caplog):
         assert "SIGTERM on rank 1: this job will be ended" in caplog.text
 
 
-def test_a_rank_that_only_heard_does_nothing_at_the_deadline():
+def test_a_rank_that_only_heard_does_nothing_at_the_deadline(caplog):
     clock, heard = ManualClock(), []
     old = signal.signal(signal.SIGTERM, lambda signum, frame: heard.append(signum))
     try:
@@ -438,6 +438,7 @@ def test_a_rank_that_only_heard_does_nothing_at_the_deadline():
             clock.advance(5000)
             time.sleep(10 * POLL_S)
             assert heard == []
+            assert "took up" not in caplog.text
     finally:
         signal.signal(signal.SIGTERM, old)
 
@@ -462,6 +463,29 @@ def test_no_rank_stops_if_one_does_not_answer(caplog):
         until(lambda: caplog.text.count("there will be no last save") == 3, "a third error")
         assert ranks.stops() == [None, None, None]
         assert passes(ranks.gates[2], 5)
+
+
+class Overtaken:
+    """A store in which another rank gives up just before rank 0 writes its decision."""
+
+    def __init__(self, store):
+        self._store = store
+
+    def __getattr__(self, verb):
+        def call(*args):
+            if (verb, args[0]) == ("get", "key/passed/1"):
+                self._store.compare_set("key/decision", "", "rank 1 has waited too long")
+            return getattr(self._store, verb)(*args)
+
+        return call
+
+
+def test_the_first_decision_counts_also_for_rank_0(caplog):
+    store = dist.HashStore()
+    with Ranks([Overtaken(store), store], [4, 4]) as ranks:
+        send()
+        until(lambda: caplog.text.count("rank 1 has waited too long") == 2, "two errors")
+        assert ranks.stops() == [None, None]
 
 
 def test_a_store_that_hangs_holds_up_no_step_for_long(caplog):
