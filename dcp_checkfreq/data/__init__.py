@@ -7,7 +7,16 @@ those who use them.
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dcp_checkfreq.data.augment import sample_rng as sample_rng
+    from dcp_checkfreq.data.batch_sampler import ResumableBatchSampler as ResumableBatchSampler
+    from dcp_checkfreq.data.loader import ResumableLoader as ResumableLoader
+    from dcp_checkfreq.data.rng import RNGState as RNGState
+    from dcp_checkfreq.data.rng import seed_everything as seed_everything
+    from dcp_checkfreq.data.wrap import ResumableIterator as ResumableIterator
+    from dcp_checkfreq.errors import DataStateError as DataStateError
 
 _HOMES: dict[str, str] = {
     "DataStateError": "errors",

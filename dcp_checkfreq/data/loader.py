@@ -146,7 +146,12 @@ class ResumableLoader:
         )
         if self._loader is None:
             self._loader = self._new_loader()
-        return _Iterator(self._cursor, generation, iter(self._loader), self._drop_loader)
+        try:
+            batches = iter(self._loader)
+        except BaseException:
+            self._drop_loader()
+            raise
+        return _Iterator(self._cursor, generation, batches, self._drop_loader)
 
     def _drop_loader(self) -> None:
         """Begin with new workers next time: the old ones may be dead, or a batch ahead."""

@@ -1,7 +1,9 @@
 """`ResumableLoader`: exactly once, whatever is cut, resized, prefetched or broken."""
 
 import json
+import os
 import random
+import signal
 
 import numpy as np
 import pytest
@@ -175,6 +177,22 @@ def test_every_sample_has_its_own_numbers_and_each_epoch_others():
     numbers = [value for _ in range(2) for sample in take(loader) for value in sample[1:]]
     assert len(set(numbers)) == 2 * 200 * 5
     assert abs(np.mean(numbers) - 0.5) < 0.03
+
+
+class Raw(Ids):
+    def __getitem__(self, index):
+        return index, random.getrandbits(64), int(sample_rng().bit_generator.random_raw())
+
+
+def test_the_randomness_of_a_sample_never_changes():
+    """Checkpoints of half-done epochs depend on it. Python and NumPy promise these bits."""
+    assert take(loader_of(10, dataset=Raw(10), seed=1), 1)[:2] == GOLDEN
+
+
+GOLDEN = [
+    (5, 3614599052794264185, 8022321947851581273),
+    (9, 16511810053780787122, 9693286403468359562),
+]
 
 
 def test_torch_and_numpy_do_not_draw_the_same_numbers():
@@ -413,6 +431,26 @@ def test_a_killed_worker_costs_no_sample(tmp_path):
             failures += 1
     assert failures == 1
     assert lost_and_repeated(found, 100) == ([], [])
+
+
+class PidOf(Ids):
+    def __getitem__(self, index):
+        return os.getpid()
+
+
+def test_a_worker_that_dies_between_epochs_is_replaced():
+    loader = loader_of(dataset=PidOf(40), num_workers=2)
+    pids = set(take(loader))
+    os.kill(pids.pop(), signal.SIGKILL)
+    found = []
+    for _ in range(3):
+        try:
+            found = take(loader)
+            break
+        except (RuntimeError, ConnectionResetError):
+            assert (loader.epoch, loader.samples) == (1, 0)
+    assert len(found) == 40
+    assert pids.isdisjoint(found)
 
 
 @pytest.mark.parametrize("workers", [0, 2])
