@@ -57,7 +57,8 @@ class ResumableLoader:
             and `sample_rng`; "explicit" only the latter, which costs less; "none" nothing. With
             "none" items are fetched by ``__getitems__`` where the data set has it.
         dataset_id: what the data is, in your words (name, version, transforms). A state is not
-            loaded into data with another id or length.
+            loaded into data with another id or length. Default: ``dataset.dataset_id`` if there is
+            one (`CachedFiles` has it).
         on_mismatch: what `load_state_dict` does by default if the data is another.
         dataloader_kwargs: go to `DataLoader`.
 
@@ -79,7 +80,7 @@ class ResumableLoader:
         world_size: int | None = None,
         num_workers: int = 0,
         augment_rng: AugmentRng = "global",
-        dataset_id: str = "",
+        dataset_id: str | None = None,
         on_mismatch: OnMismatch = "error",
         **dataloader_kwargs: Any,
     ) -> None:
@@ -96,7 +97,7 @@ class ResumableLoader:
             self._place.rank,
             seed=seed,
             order=SHUFFLED if shuffle else SEQUENTIAL,
-            dataset_id=dataset_id,
+            dataset_id=_id_of(dataset) if dataset_id is None else dataset_id,
             what=type(self).__name__,
             on_mismatch=on_mismatch,
         )
@@ -268,6 +269,11 @@ class BatchesOf(Dataset[Any]):
 
 def _as_it_is(batch: Any) -> Any:
     return batch
+
+
+def _id_of(dataset: Any) -> str:
+    own = getattr(dataset, "dataset_id", None)
+    return own if isinstance(own, str) else ""
 
 
 def _check_dataset(dataset: Any) -> None:

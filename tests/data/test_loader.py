@@ -384,6 +384,16 @@ def test_of_two_iterators_the_older_is_stale():
         next(older)
 
 
+def test_a_data_set_that_knows_its_id_need_not_be_told():
+    data = Ids(50)
+    data.dataset_id = "v1"
+    loader = loader_of(dataset=data)
+    take(loader, 1)
+    with pytest.raises(DataStateError, match="'v1', now it is 'v2'"):
+        loader_of(50, dataset_id="v2").load_state_dict(loader.state_dict())
+    loader_of(50, dataset_id="v1").load_state_dict(loader.state_dict())
+
+
 def test_an_iterator_that_is_done_stays_done():
     loader = loader_of(8)
     iterator = iter(loader)
