@@ -67,8 +67,8 @@ class PreemptionWatch:
         clock: for the deadline and the timeout.
         describe: says what is saved already; for the log if there is no last save.
         agree_timeout_s: a rank that has not answered by then makes an agreement impossible, and
-            the gate is released. Less than ``grace_s``, which is how long the gate is held at
-            most: if the store hangs after this rank has written its answer.
+            the gate is released. Default: 10 s, or a third of ``grace_s`` if that is less. The
+            gate is held for ``grace_s`` at most, if the store hangs after this rank's answer.
         poll_s: how often signals and the store are looked at.
 
     Raises:
@@ -87,17 +87,18 @@ class PreemptionWatch:
         grace_s: float = 30.0,
         clock: Clock,
         describe: Callable[[], str] = lambda: "",
-        agree_timeout_s: float = 10.0,
+        agree_timeout_s: float | None = None,
         poll_s: float = 0.2,
     ) -> None:
         if world_size > 1 and store is None:
             raise ValueError(f"{world_size} ranks cannot agree without a store")
+        if agree_timeout_s is None:
+            agree_timeout_s = min(10.0, grace_s / 3)
         if not min(grace_s, agree_timeout_s, poll_s) > 0:
             raise ValueError("grace_s, agree_timeout_s and poll_s must be positive")
         self.stop_at: int | None = None  # set while the gate is held; read without a lock
         self._gate, self._rank, self._clock = gate, rank, clock
         self._grace_s, self._poll_s = grace_s, poll_s
-        self._agree_timeout_s = agree_timeout_s
         self._describe = describe
         self._deadline_s: float | None = None
         self._taken_up = False
@@ -235,7 +236,7 @@ class _Others:
         closing: threading.Event,
     ) -> None:
         self.heard: str | None = None  # the signal of another rank
-        self._store, self._rank, self._world_size = store, rank, world_size
+        self._store, self._rank = store, rank
         self._announced, self._decision = f"{key}/announced", f"{key}/decision"
         self._passed = [f"{key}/passed/{rank}" for rank in range(world_size)]
         self._clock, self._timeout_s, self._grace_s = clock, timeout_s, grace_s

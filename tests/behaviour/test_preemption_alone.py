@@ -465,6 +465,18 @@ def test_no_rank_stops_if_one_does_not_answer(caplog):
         assert passes(ranks.gates[2], 5)
 
 
+@pytest.mark.parametrize(("grace_s", "timeout_s"), [(1000.0, 10.0), (12.0, 4.0)])
+def test_ranks_wait_for_each_other_for_a_third_of_the_grace_at_most(caplog, grace_s, timeout_s):
+    gate, clock, store = Gate(), ManualClock(), dist.HashStore()
+    with watch_of(gate, world_size=2, store=store, clock=clock, grace_s=grace_s) as watch:
+        watch.start()
+        send()
+        until(lambda: store.check(["checkfreq/preemption/announced"]), "an answer")
+        clock.advance(timeout_s + 1)  # it may have looked at the clock a moment later
+        until(lambda: f"no answer from ranks [1] within {timeout_s:g} s" in caplog.text, "an error")
+        watch.taken_up()  # nothing is to be ended here
+
+
 class Overtaken:
     """A store in which another rank gives up just before rank 0 writes its decision."""
 

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from dcp_checkfreq import Checkpointer, PerRank
 from dcp_checkfreq.clock import SystemClock
 from dcp_checkfreq.format.torch_private import default_store
 from dcp_checkfreq.gate import Gate
@@ -139,7 +140,34 @@ def while_one_sleeps(folder):
     return {"stopped": stopped, **times}
 
 
-JOBS = {job.__name__: job for job in (until_told, many_rounds, at_a_moment, while_one_sleeps)}
+def with_checkpointer(folder, *, every, step_s=0.02, **options):
+    """Train with a `Checkpointer` until the test sends signals; it ends the process."""
+    rank, value = dist.get_rank(), torch.zeros(1000)
+    parts = {"shared": {"value": value}, "own": PerRank(torch.zeros(20_000))}
+    with Checkpointer(folder / "root", parts, every=every, **options) as ckpt:
+        ckpt.restore()
+        first = ckpt.step + 1
+        (folder / f"{rank}.pid").write_text(str(os.getpid()))
+        try:
+            for step in range(first, STEPS + 1):
+                time.sleep(step_s * (rank + 1))
+                dist.all_reduce(torch.ones(1))
+                value.fill_(step)
+                parts["own"].value = torch.full((20_000,), float(step * 10 + rank))
+                if step == first + 3:
+                    (folder / f"{rank}.running").touch()
+                ckpt.after_step()
+        except SystemExit as leaving:
+            said = {"first": first, "stopped": ckpt.step, "saved": ckpt.last_saved_step}
+            (folder / f"{rank}.json").write_text(json.dumps(said | {"code": leaving.code}))
+            raise
+    return {"first": first, "stopped": None}
+
+
+JOBS = {
+    job.__name__: job
+    for job in (until_told, many_rounds, at_a_moment, while_one_sleeps, with_checkpointer)
+}
 
 
 def main():
