@@ -232,7 +232,8 @@ class _Gap(enum.Enum):
 def _gap_taken(tuning: Tuning, interval: IntervalSeen) -> tuple[Tuning, _Gap]:
     if not tuning.gap_steps:
         return tuning, _Gap.NONE
-    if interval.unloaded.steps or interval.steps >= tuning.interval_steps + tuning.gap_steps:
+    # some of its iterations may not have been measured, so more than k are enough
+    if interval.unloaded.steps or interval.steps > tuning.interval_steps:
         return replace(tuning, gap_steps=0), _Gap.TAKEN
     return tuning, _Gap.PENDING
 
