@@ -261,7 +261,7 @@ class Saver:
         if error is None and self._agree.rank == 0:
             self._after_publishing(job.step)
         try:
-            job.ended = self._meet(job, error)
+            self._meet(job, error)
         except BaseException as failed:  # noqa: BLE001
             job.ended = Ended(job.step, 0, error or failed, None)
 
@@ -303,10 +303,11 @@ class Saver:
         written = planner.written_keys or ()
         measured.written_bytes = sum(job.tensor_bytes.get(key, 0) for key in written)
 
-    def _meet(self, job: _Job, error: BaseException | None) -> Ended:
+    def _meet(self, job: _Job, error: BaseException | None) -> None:
         """Tell the other ranks, hear what rank 0 decides, and from which step on it holds."""
         if isinstance(error, RankLost):
-            return Ended(job.step, 0, error, None)
+            job.ended = Ended(job.step, 0, error, None)
+            return
 
         def rule(facts: list[Any]) -> tuple[BaseException | None, Decision | None]:
             return error, self._decide(job.step, facts, error)
@@ -316,7 +317,8 @@ class Saver:
         passed = self._gate.hold()
         try:
             at = self._agree.consult(passed, max) + 1
-            return Ended(job.step, at, heard, decision)
+            # Before the gate opens: the very next step may be the one to act on it.
+            job.ended = Ended(job.step, at, heard, decision)
         finally:
             self._gate.release()
 
