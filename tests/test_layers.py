@@ -26,6 +26,7 @@ LEVELS = {
     "shards/slices": 1,
     "shards/read_plan": 1,
     "data/eviction": 1,
+    "data/lanes": 1,
     "data/order": 1,
     "data/position": 1,
     "storage": 2,
@@ -70,6 +71,7 @@ PURE = {
     "shards/slices",
     "shards/read_plan",
     "data/eviction",
+    "data/lanes",
     "data/order",
     "data/position",
 }
