@@ -115,7 +115,10 @@ def _auto(job: SimJob, root: Path, settings: Settings, length: Length) -> Raw:
             if before >= MAX_PROFILE_ITERATIONS:
                 raise RuntimeError(f"no interval was chosen in {before} iterations")
         first_chosen, saves_before = ckpt.interval_steps, len(ckpt.history)
-        while not _settled(saver, length, saves_before):
+        while (
+            len(ckpt.history) < saves_before + length.most_saves
+            and not saver.has_settled(length.steady_saves)
+        ):  # fmt: skip
             job.iterate(lambda: saver.after(due=False))
         interval = ckpt.interval_steps
         whole = max(length.intervals, -(-length.least_iterations // interval))
@@ -128,15 +131,6 @@ def _auto(job: SimJob, root: Path, settings: Settings, length: Length) -> Raw:
         return done | profiled | {"interval_steps": interval}
     finally:
         saver.close()
-
-
-def _settled(saver: Ours, length: Length, saves_before: int) -> bool:
-    saves = [record.interval_steps for record in saver.checkpointer.history][saves_before:]
-    if len(saves) >= length.most_saves:
-        return True
-    steady = saves[-length.steady_saves :]
-    now = saver.checkpointer.interval_steps
-    return len(steady) == length.steady_saves and set(steady) == {now}
 
 
 def _sync(job: SimJob, root: Path, interval: int, iterations: int) -> Raw:

@@ -68,6 +68,12 @@ class Ours(NoSaver):
         for _ in range(steps):
             self.checkpointer.after_step()
 
+    def has_settled(self, steady_saves: int) -> bool:
+        """Return whether the last saves left the interval as it is."""
+        ckpt = self.checkpointer
+        seen = [record.interval_steps for record in ckpt.history][-steady_saves:]
+        return seen == [ckpt.interval_steps] * steady_saves
+
     def drain(self) -> None:
         self.checkpointer.wait()
 

@@ -1,7 +1,7 @@
 """Table 5: a second job loads the disk in the middle of the run; fixed against adaptive interval.
 
-Three phases: alone, loaded, alone again. The adaptive run comes first; the interval that it has
-when the load begins is the fixed run's. A third run without saves goes through the same phases.
+Three phases: alone, loaded, alone again. The adaptive run comes first, and is loaded once its
+interval has settled; the fixed run gets that interval. A third run without saves goes through the same phases.
 """
 
 from __future__ import annotations
@@ -32,6 +32,8 @@ class Shape:
     """How long, how loaded."""
 
     phase_s: tuple[float, float, float]
+    settle_s: float  # more in the first phase, at most, until the interval has settled
+    steady_saves: int  # it has, when so many saves in a row left it as it is
     window_s: float
     writers: int
     file_bytes: int
@@ -41,10 +43,10 @@ def run(settings: Settings) -> Result:
     repeats = settings.repeats or (1 if settings.quick else 2)
     if settings.quick:
         spec = SimSpec(state_bytes=12 * MB, iteration_s=0.02, update_s=0.002)
-        shape = Shape((1.5, 1.5, 1.5), 0.5, 2, 64 << 20)
+        shape = Shape((1.5, 1.5, 1.5), 1.0, 2, 0.5, 2, 64 << 20)
     else:
         spec = SimSpec(state_bytes=150 * MB, iteration_s=0.1, update_s=0.01)
-        shape = Shape((15.0, 30.0, 30.0), 5.0, 4, 512 << 20)
+        shape = Shape((15.0, 30.0, 30.0), 30.0, 4, 5.0, 4, 512 << 20)
     raw: list[Raw] = []
     for repeat in range(1, repeats + 1):
         settings.say(f"table5: repeat {repeat} of {repeats}")
@@ -77,7 +79,7 @@ def _repeat(spec: SimSpec, shape: Shape, settings: Settings) -> list[Raw]:
 
 def _through_phases(job: SimJob, shape: Shape, root: Path, arm: str, **options: Any) -> Raw:
     saver = Ours(root, job, **options) if options else NoSaver()
-    checkpointer = saver.checkpointer if isinstance(saver, Ours) else None
+    ours = saver if isinstance(saver, Ours) else None
     timeline: list[Raw] = []
     load: Raw = {}
     began_s = time.perf_counter()
@@ -88,7 +90,10 @@ def _through_phases(job: SimJob, shape: Shape, root: Path, arm: str, **options: 
                 root.parent / "noise", writers=shape.writers, file_bytes=shape.file_bytes
             ) if loaded else nullcontext() as told:  # fmt: skip
                 until_s = time.perf_counter() + seconds
-                while time.perf_counter() < until_s:
+                settled_by_s = until_s + shape.settle_s if phase == PHASES[0] else until_s
+                while (now_s := time.perf_counter()) < until_s or (
+                    ours and now_s < settled_by_s and not ours.has_settled(shape.steady_saves)
+                ):
                     one = job.iterate(lambda: saver.after(due=False))
                     timeline.append(
                         {
@@ -96,7 +101,7 @@ def _through_phases(job: SimJob, shape: Shape, root: Path, arm: str, **options: 
                             "at_s": time.perf_counter() - began_s,
                             "total_s": one.total_s,
                             "waited_s": one.guard_s + one.after_s,
-                            "interval_steps": checkpointer and checkpointer.interval_steps,
+                            "interval_steps": ours and ours.checkpointer.interval_steps,
                         }
                     )
             load = told if loaded else load
