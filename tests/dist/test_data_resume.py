@@ -1,5 +1,6 @@
 """A job that is killed at random moments and goes on with other ranks trains each item once."""
 
+import itertools
 import os
 import random
 import signal
@@ -84,13 +85,22 @@ class Launch:
         assert len(steps) == 1, "the ranks restored different steps"
         return int(steps.pop())
 
+    def random_states(self):
+        """Return (rank, step) to the rank's random state at the end of that step."""
+        return {
+            (rank, int(line[0])): line[1]
+            for rank in range(self.ranks)
+            for line in self.lines(rank)[1:]
+            if line != ["done"]
+        }
+
     def samples(self):
         """Yield (step, epoch, item, draw) of all ranks."""
         for rank in range(self.ranks):
             for line in self.lines(rank)[1:]:
                 if line == ["done"]:
                     continue
-                step, epoch, *pairs = line
+                step, _, epoch, *pairs = line
                 for pair in pairs:
                     item, draw = pair.split(":")
                     yield int(step), int(epoch), int(item), draw
@@ -125,6 +135,12 @@ def test_killed_at_random_moments_on_changing_ranks_each_item_counts_once(tmp_pa
         if step <= limit
     )
     assert counted == Counter((e, item) for e in range(EPOCHS) for item in range(ITEMS))
+    # Each rank goes on with its own random states.
+    for before, launch in itertools.pairwise(launches):
+        for rank in range(min(before.ranks, launch.ranks)):
+            saved = before.random_states().get((rank, launch.restored))
+            if saved is not None:  # else nothing was saved since an earlier launch
+                assert launch.lines(rank)[0][2] == saved
     # What was trained twice, because its step was lost, looked the same both times.
     looks = {}
     for launch in launches:
