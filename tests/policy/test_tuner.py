@@ -268,6 +268,20 @@ def test_a_job_that_is_nearly_always_saving_over_budget_renews_the_baseline_befo
     assert first_gap == grown - 1
 
 
+def test_nothing_is_judged_by_an_old_baseline_while_a_gap_is_still_to_come_nor_afterwards():
+    """A save that ends late answers for an interval that was over before the gap was asked for."""
+    quiet = [iteration(loaded=True)] * 4
+    slower = [iteration(1.2, loaded=True)] * 4  # the job itself, as it turns out
+    free = [iteration(1.2)] * 3
+    tuning = start(costs_of(), max_overhead=BUDGET)
+    seen = []
+    for interval in (quiet, quiet, slower, slower, slower, slower + free, slower, slower):
+        tuning, decision = observe(tuning, save_of(*interval))
+        seen.append((decision.interval_steps, decision.gap_steps))
+    assert seen == [(4, 0), (4, 0), (4, 3), (4, 3), (4, 3), (4, 0), (4, 0), (4, 0)]
+    assert tuning.baseline.iteration_s == pytest.approx(1.2)
+
+
 @pytest.mark.parametrize("knows_copying", [True, False])
 def test_an_overlapped_copy_that_costs_more_than_a_blocking_one_is_given_up(knows_copying):
     job = Job(tc=3.0, contention=steady(3.0), knows_copying=knows_copying)
