@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dcp_checkfreq.data.augment import sample_rng as sample_rng
     from dcp_checkfreq.data.batch_sampler import ResumableBatchSampler as ResumableBatchSampler
+    from dcp_checkfreq.data.dali import ResumableDALILoader as ResumableDALILoader
     from dcp_checkfreq.data.loader import ResumableLoader as ResumableLoader
     from dcp_checkfreq.data.rng import RNGState as RNGState
     from dcp_checkfreq.data.rng import seed_everything as seed_everything
@@ -22,6 +23,7 @@ _HOMES: dict[str, str] = {
     "DataStateError": "errors",
     "RNGState": "data.rng",
     "ResumableBatchSampler": "data.batch_sampler",
+    "ResumableDALILoader": "data.dali",
     "ResumableIterator": "data.wrap",
     "ResumableLoader": "data.loader",
     "sample_rng": "data.augment",
