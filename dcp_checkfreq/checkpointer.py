@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import signal
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Iterable, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -20,34 +22,24 @@ from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import (
     CheckFreqError,
     RankLost,
-    RootDiffers,
     SaveFailed,
-    StepsExist,
     TooManyFailures,
 )
-from dcp_checkfreq.format import names
-from dcp_checkfreq.format.index import Lineage
 from dcp_checkfreq.format.torch_private import default_store
 from dcp_checkfreq.gate import Gate
-from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, TunedPacer, facts_of
+from dcp_checkfreq.own_steps import OwnSteps, check_root
+from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, facts_of, tuned_pacer
 from dcp_checkfreq.planner import CheckFreqSavePlanner
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.profile import StoredProfile, fingerprint
-from dcp_checkfreq.policy.retention import Retention, select_expired
-from dcp_checkfreq.policy.tuner import Decision
+from dcp_checkfreq.policy.retention import Retention
 from dcp_checkfreq.preemption import PreemptionWatch
-from dcp_checkfreq.recovery.choose import Choice
-from dcp_checkfreq.recovery.clean import delete_step
 from dcp_checkfreq.recovery.lease import LeaseFile
-from dcp_checkfreq.recovery.profile_file import ProfileFiles
-from dcp_checkfreq.recovery.scan import Depth, examine, scan
+from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.restoring import Restored, Restorer
 from dcp_checkfreq.saving import Ended, Measured, Saver
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.step_times import StepTimes
-from dcp_checkfreq.storage.late import look_again
 from dcp_checkfreq.storage.open import Location, open_tier
-from dcp_checkfreq.writer import CheckFreqWriter
 
 _log = logging.getLogger(__name__)
 
@@ -133,7 +125,7 @@ class Checkpointer:
         mtbf_s: float | None = None,
         snapshot: Snapshots = "auto",
         preempt_signals: Iterable[int] = DEFAULT_SIGNALS,
-        grace_s: float = 30.0,
+        grace_s: float = 25.0,
         keep_last: int = 2,
         keep_every: int | None = None,
         on_error: Literal["log", "raise"] = "log",
@@ -150,11 +142,8 @@ class Checkpointer:
         if on_error not in ("log", "raise"):
             raise ValueError(f"on_error must be 'log' or 'raise', got {on_error!r}")
         mode = _mode_of(snapshot)
-        self._rule = Retention(keep_last=keep_last, keep_every=keep_every)
         self._raise_errors = on_error == "raise"
         self._max_failures = max_failures
-        self._threads = threads
-        self._max_overhead = max_overhead
         self._grace_s = grace_s
         self._preempt_signals = tuple(preempt_signals)
         self._clock = clock or SystemClock()
@@ -162,10 +151,15 @@ class Checkpointer:
         self._agree = Agreement(timeout_s=timeout_s)
         self._state = AppState(state, self._agree.rank)
         self._run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])
-        self._lineage: Lineage | None = None  # known once it is clear what this run goes on from
-        self._kept: dict[int, str] = {}  # on rank 0: what retention looks after
         self._lease = LeaseFile(self._root, self._run_id, self._clock)
-        self._check_root()
+        check_root(self._root, self._agree, self._run_id, self._clock)
+        self._own_steps = OwnSteps(
+            self._root,
+            self._agree,
+            self._run_id,
+            Retention(keep_last=keep_last, keep_every=keep_every),
+            threads=threads,
+        )
         self._restorer = Restorer(
             self._root,
             self._agree,
@@ -182,6 +176,19 @@ class Checkpointer:
             raise_errors=self._raise_errors and self._agree.is_alone,
             around_update=self._times,
         )
+        self._pacer: Pacer
+        if every is None:
+            self._pacer = tuned_pacer(
+                self._root,
+                self._agree,
+                self._state.describe(),
+                max_overhead=max_overhead,
+                mtbf_s=mtbf_s,
+                steps_per_epoch=steps_per_epoch,
+                mode=mode,
+            )
+        else:
+            self._pacer = FixedPacer(every, mode or Mode.CPU)
         self._gate = Gate()
         self._saver = Saver(
             self._agree,
@@ -190,16 +197,9 @@ class Checkpointer:
             self._planner,
             self._clock,
             before_writing=self._lease.renew_quietly,
-            after_publishing=self._let_old_steps_go,
-            decide=self._decide,
+            after_publishing=self._own_steps.published,
+            decide=self._pacer.decide,
         )
-        self._profiles = ProfileFiles(self._root)
-        self._fingerprint = ""
-        self._pacer: Pacer
-        if every is None:
-            self._pacer = self._tuned_pacer(mtbf_s, steps_per_epoch, mode)
-        else:
-            self._pacer = FixedPacer(every, mode or Mode.CPU)
         self._watch: PreemptionWatch | None = None
         self._saves_begun = 0
         self._measured = Measured(Mode.CPU)  # the last save
@@ -208,55 +208,6 @@ class Checkpointer:
         self.step = 0
         self.last_saved_step: int | None = None
         self.failures_in_a_row = 0
-
-    def _check_root(self) -> None:
-        """Make sure that all ranks see what rank 0 writes: else nothing would ever be whole."""
-        folder = self._root.child(names.RUN_FOLDER)
-        probe = f"probe-{self._run_id}"
-
-        def leave_probe() -> None:
-            folder.make()
-            folder.replace(probe, b"", scratch=f"{probe}.tmp")
-
-        self._agree.decide(leave_probe)
-        try:
-            look_again(folder, lambda: folder.size(probe), self._clock)
-            sees_it = True
-        except OSError:
-            sees_it = False
-        blind = [rank for rank, sees in enumerate(self._agree.gather(sees_it)) if not sees]
-        if self._agree.rank == 0:
-            folder.delete(probe)
-        if blind:
-            raise RootDiffers(
-                self._root.location,
-                f"ranks {blind} do not see what rank 0 writes there. Is it a disk of one node? "
-                "All ranks need the same shared folder",
-            )
-
-    def _tuned_pacer(
-        self, mtbf_s: float | None, steps_per_epoch: int | None, mode: Mode | None
-    ) -> TunedPacer:
-        """Make the pacer of a tuned run, from a stored profile if there is one."""
-
-        def look_up(ranks: list[list[object]]) -> tuple[str, StoredProfile | None]:
-            job = fingerprint([self._agree.world_size, self._root.location, ranks])
-            return job, self._profiles.load(job)
-
-        self._fingerprint, stored = self._agree.consult(self._state.describe(), look_up)
-        if stored is not None and self._agree.rank == 0:
-            _log.info(
-                "this job was profiled before: k %d, %s",
-                stored.interval_steps,
-                stored.costs,
-            )
-        return TunedPacer(
-            max_overhead=self._max_overhead,
-            mtbf_s=mtbf_s,
-            steps_per_epoch=steps_per_epoch,
-            mode=mode,
-            stored=stored,
-        )
 
     @property
     def interval_steps(self) -> int | None:
@@ -294,19 +245,13 @@ class Checkpointer:
         self._finish_in_flight()
         self._guard.wait()
         choice, restored = self._restorer.run(step, depth, fresh_start=fresh_start)
-        self._go_on_from(choice)
-        return restored
-
-    def _go_on_from(self, choice: Choice) -> None:
-        parent_step = None if choice.record is None else choice.record.step
-        self.step = parent_step or 0
+        self._own_steps.go_on_from(choice)
+        self.last_saved_step = None if restored is None else restored.step
+        self.step = self.last_saved_step or 0
         self._gate.start_from(self.step)
         self._times.take()  # what came before was not training
-        self.last_saved_step = parent_step
-        self._kept = choice.kept
-        self._lineage = Lineage(
-            run_id=self._run_id, parent_step=parent_step, abandons=choice.abandons
-        )
+        self._watching()
+        return restored
 
     # --- training ---
 
@@ -324,8 +269,7 @@ class Checkpointer:
         """
         done = self.step + 1 if step is None else step
         self._times.entered()
-        if self._watch is None:
-            self._watch = self._start_watch()
+        watch = self._watching()
         self._gate.pass_step(done)
         self.step = done
         self._pacer.counted()
@@ -333,8 +277,8 @@ class Checkpointer:
             ended = self._saver.ended(done)
             if ended is not None:
                 self._act_on(ended)
-            if self._watch.stop_at is not None and done >= self._watch.stop_at:
-                self._stop(self._watch)
+            if watch.stop_at is not None and done >= watch.stop_at:
+                self._stop(watch)
             if self._pacer.is_due(done):
                 begun_s = self._clock.monotonic_s()
                 self._finish_in_flight()  # which may have changed the interval
@@ -344,7 +288,7 @@ class Checkpointer:
             self._times.left(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
 
     def save(self, *, wait: bool = False, check_replicas: bool = False) -> None:
-        """Save the state as it is now, as the current step.
+        """Save the state as it is now, as the current step, unless that is published already.
 
         Waits for the save before, copies the state or starts to, and returns while it is being
         written.
@@ -384,10 +328,9 @@ class Checkpointer:
     def _save(self, begun_s: float) -> None:
         if self._closed:
             raise SaveFailed(self._root.location, "this Checkpointer is closed")
-        if self._lineage is None:
-            self._agree.decide(self._refuse_foreign_steps)
-            self._lineage = Lineage(run_id=self._run_id)
-        step = self.step
+        if self.last_saved_step == self.step:
+            return
+        writer = self._own_steps.writer(self.step)
         laps = self._times.take()
         measured = Measured(self._pacer.mode, self._pacer.interval_steps)
         profile = self._pacer.wants_profile
@@ -398,80 +341,13 @@ class Checkpointer:
         def facts() -> Facts:
             return facts_of(self._times.resolve(laps), measured, gpu_bytes, is_first=is_first)
 
-        writer = CheckFreqWriter(
-            self._root.child(names.step_folder(step)),
-            threads=self._threads,
-            lineage=self._lineage,
-            overwrite=self._agree.rank == 0 and self._is_replaceable(step),
-        )
         self._saver.begin(
-            step, self._state.capture, writer, measured=measured, profile=profile, facts=facts
+            self.step, self._state.capture, writer, measured=measured, profile=profile, facts=facts
         )
         self._measured = measured
         self._saves_begun += 1
         self._pacer.saving()
         measured.blocked_s = self._clock.monotonic_s() - begun_s
-
-    def _refuse_foreign_steps(self) -> None:
-        whole = sorted(record.step for record in scan(self._root) if record.problem is None)
-        if whole:
-            raise StepsExist(
-                self._root.location,
-                f"it holds steps {whole} of another run. Call restore() before saving, with "
-                "fresh_start=True if this run is to start from nothing",
-            )
-
-    def _is_replaceable(self, step: int) -> bool:
-        """On rank 0: whether a checkpoint is in the way that is damaged or was left behind."""
-        assert self._lineage is not None
-        name = names.step_folder(step)
-        record = examine(self._root.child(name), name, step)
-        first = self._lineage.abandons.get(record.run_id)
-        left_behind = first is not None and step >= first
-        return record.published and (left_behind or record.problem is not None)
-
-    def _decide(
-        self, step: int, ranks: list[Facts], error: BaseException | None
-    ) -> Decision | None:
-        """On rank 0, in the background: decide what comes after the save of ``step``."""
-        before = self._pacer.interval_steps
-        decision = self._pacer.decide(ranks)
-        if decision is None or not isinstance(self._pacer, TunedPacer):
-            return None
-        changed = decision.interval_steps != before or decision.mode is not self._pacer.mode
-        ahead = decision.forecast
-        _log.log(
-            logging.INFO if changed else logging.DEBUG,
-            "step %d: %s; expected overhead %.1f %%, a crash loses %.3g s (at most %.3g s)%s",
-            step,
-            decision.reason,
-            100 * ahead.overhead,
-            ahead.lost_work_s,
-            ahead.recovery_bound_s,
-            "" if ahead.goodput is None else f", goodput {ahead.goodput:.1%}",
-        )
-        if changed and self._pacer.tuning is not None:
-            tuning = self._pacer.tuning
-            self._profiles.store(
-                StoredProfile(
-                    fingerprint=self._fingerprint,
-                    costs=tuning.costs,
-                    mode=tuning.mode,
-                    interval_steps=tuning.interval_steps,
-                    max_overhead=self._max_overhead,
-                )
-            )
-        return decision
-
-    def _let_old_steps_go(self, published: int) -> None:
-        """Delete what the retention rule lets go; never fails a save that is published."""
-        self._kept[published] = names.step_folder(published)
-        try:
-            for step in select_expired(self._kept, self._rule):
-                delete_step(self._root, self._kept[step])
-                del self._kept[step]
-        except OSError as error:
-            _log.warning("%s: old checkpoints stay for now: %s", self._root.location, error)
 
     def _finish_in_flight(self, *, must_raise: bool = False) -> None:
         ended = self._saver.ended()
@@ -517,8 +393,11 @@ class Checkpointer:
 
     # --- stopping ---
 
-    def _start_watch(self) -> PreemptionWatch:
-        watch = PreemptionWatch(
+    def _watching(self) -> PreemptionWatch:
+        """Return the watch for signals, started if this is the first call."""
+        if self._watch is not None:
+            return self._watch
+        self._watch = PreemptionWatch(
             self._gate,
             rank=self._agree.rank,
             world_size=self._agree.world_size,
@@ -527,10 +406,12 @@ class Checkpointer:
             signals=self._preempt_signals,
             grace_s=self._grace_s,
             clock=self._clock,
-            describe=lambda: f"last published step: {self.last_saved_step}",
+            describe=functools.partial(_said_of, weakref.ref(self)),
         )
-        watch.start()
-        return watch
+        # Its threads must not keep alive what a script has dropped without closing it.
+        weakref.finalize(self, self._watch.close).atexit = False
+        self._watch.start()
+        return self._watch
 
     def _stop(self, watch: PreemptionWatch) -> None:
         """Save once more if there is time, and end this process. On all ranks at the same step."""
@@ -598,6 +479,11 @@ class Checkpointer:
             if error is None:
                 raise
             _log.error("while leaving because of another error: %s", failed)
+
+
+def _said_of(checkpointer: weakref.ref[Checkpointer]) -> str:
+    alive = checkpointer()
+    return "" if alive is None else f"The last published step is {alive.last_saved_step}"
 
 
 def _mode_of(snapshot: Snapshots) -> Mode | None:

@@ -7,13 +7,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.policy import tuner
 from dcp_checkfreq.policy.costs import Costs, profile_steps, typical_s, worst
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.profile import StoredProfile
+from dcp_checkfreq.policy.profile import StoredProfile, fingerprint
 from dcp_checkfreq.policy.seen import Iteration, SaveSeen, summarise, worst_seen
 from dcp_checkfreq.policy.tuner import Decision, Tuning
+from dcp_checkfreq.recovery.profile_file import ProfileFiles
 from dcp_checkfreq.saving import Measured
+from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -56,7 +59,7 @@ class Pacer(Protocol):
         """Say that a save begins."""
         ...
 
-    def decide(self, ranks: Sequence[Facts]) -> Decision | None:
+    def decide(self, step: int, ranks: Sequence[Facts]) -> Decision | None:
         """On rank 0, in the background: decide what comes after this save."""
         ...
 
@@ -85,7 +88,7 @@ class FixedPacer:
     def saving(self) -> None:
         """Count from here."""
 
-    def decide(self, ranks: Sequence[Facts]) -> Decision | None:
+    def decide(self, step: int, ranks: Sequence[Facts]) -> Decision | None:
         """Let the tuner see the save."""
         return None
 
@@ -97,33 +100,38 @@ class TunedPacer:
     """Profiles, saves once, and then every k iterations as rank 0's tuner says.
 
     Args:
+        profiles: where to keep what was learned.
+        job: its fingerprint.
+        stored: what an earlier run of the same job ended with.
         max_overhead: p.
         mtbf_s: mean time between failures of the job, if known.
         steps_per_epoch: for the length of the profile.
         mode: how to copy; None: as the tuner decides.
-        stored: what an earlier run of the same job ended with.
     """
 
     def __init__(
         self,
+        profiles: ProfileFiles,
+        job: str,
+        stored: StoredProfile | None,
         *,
         max_overhead: float,
         mtbf_s: float | None,
         steps_per_epoch: int | None,
         mode: Mode | None,
-        stored: StoredProfile | None = None,
     ) -> None:
+        self._profiles, self._job = profiles, job
         self._max_overhead, self._mtbf_s = max_overhead, mtbf_s
         self._fixed_mode = mode
         self._profile_steps = profile_steps(steps_per_epoch)
         self._since = 0  # iterations since the last save began, or since the start
         self._waits_for_decision = False
-        self.tuning: Tuning | None = None  # on rank 0 it changes with every save
+        self._tuning: Tuning | None = None  # on rank 0 it changes with every save
         self._decision: Decision | None = None
         if stored is not None:
             same_budget = stored.max_overhead == max_overhead
-            self.tuning = self._start(stored.costs, stored.interval_steps if same_budget else None)
-            self._decision = tuner.opening(self.tuning)
+            self._tuning = self._start(stored.costs, stored.interval_steps if same_budget else None)
+            self._decision = tuner.opening(self._tuning)
 
     def _start(self, costs: Costs, first_interval_steps: int | None = None) -> Tuning:
         mode = self._fixed_mode
@@ -173,23 +181,94 @@ class TunedPacer:
         self._since = 0
         self._waits_for_decision = self._decision is None
 
-    def decide(self, ranks: Sequence[Facts]) -> Decision | None:
+    def decide(self, step: int, ranks: Sequence[Facts]) -> Decision | None:
         """Let the tuner see the save."""
-        seen = worst_seen([rank.seen for rank in ranks])
-        if self.tuning is not None:
-            self.tuning, decision = tuner.observe(self.tuning, seen)
-            return decision
-        measured = [rank.costs for rank in ranks if rank.costs is not None]
-        if len(measured) < len(ranks):
-            return None  # it failed, so it said nothing
-        self.tuning = self._start(worst(measured))
-        return tuner.opening(self.tuning)
+        before = self._decision
+        if self._tuning is not None:
+            seen = worst_seen([rank.seen for rank in ranks])
+            self._tuning, decision = tuner.observe(self._tuning, seen)
+        else:
+            measured = [rank.costs for rank in ranks if rank.costs is not None]
+            if len(measured) < len(ranks):
+                return None  # the save failed, so it said nothing
+            self._tuning = self._start(worst(measured))
+            decision = tuner.opening(self._tuning)
+        changed = before is None or (before.interval_steps, before.mode) != (
+            decision.interval_steps,
+            decision.mode,
+        )
+        _log.log(logging.INFO if changed else logging.DEBUG, "step %d: %s", step, _told(decision))
+        if changed:
+            self._keep(self._tuning)
+        return decision
+
+    def _keep(self, tuning: Tuning) -> None:
+        self._profiles.store(
+            StoredProfile(
+                fingerprint=self._job,
+                costs=tuning.costs,
+                mode=tuning.mode,
+                interval_steps=tuning.interval_steps,
+                max_overhead=self._max_overhead,
+            )
+        )
 
     def hear(self, decision: Decision | None) -> None:
         """Act on the decision."""
         self._waits_for_decision = False
         if decision is not None:
             self._decision = decision
+
+
+def _told(decision: Decision) -> str:
+    ahead = decision.forecast
+    goodput = "" if ahead.goodput is None else f", goodput {ahead.goodput:.1%}"
+    return (
+        f"{decision.reason}; expected overhead {ahead.overhead:.1%}, a crash loses "
+        f"{ahead.lost_work_s:.3g} s (at most {ahead.recovery_bound_s:.3g} s){goodput}"
+    )
+
+
+def tuned_pacer(
+    root: Tier,
+    agree: Agreement,
+    description: list[object],
+    *,
+    max_overhead: float,
+    mtbf_s: float | None,
+    steps_per_epoch: int | None,
+    mode: Mode | None,
+) -> TunedPacer:
+    """Return the pacer of a tuned run, which goes on from a stored profile if there is one.
+
+    Args:
+        root: folder of the run.
+        agree: of the ranks, which all call this.
+        description: plain values that say what saving this rank's state costs.
+        max_overhead: see `TunedPacer`.
+        mtbf_s: see `TunedPacer`.
+        steps_per_epoch: see `TunedPacer`.
+        mode: see `TunedPacer`.
+    """
+    profiles = ProfileFiles(root)
+
+    def look_up(ranks: list[list[object]]) -> tuple[str, StoredProfile | None]:
+        job = fingerprint([agree.world_size, root.location, ranks])
+        stored = profiles.load(job)
+        if stored is not None:
+            _log.info("profiled before: k %d, %s", stored.interval_steps, stored.costs)
+        return job, stored
+
+    job, stored = agree.consult(description, look_up)
+    return TunedPacer(
+        profiles,
+        job,
+        stored,
+        max_overhead=max_overhead,
+        mtbf_s=mtbf_s,
+        steps_per_epoch=steps_per_epoch,
+        mode=mode,
+    )
 
 
 def facts_of(

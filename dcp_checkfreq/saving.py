@@ -100,8 +100,8 @@ class Saver:
         clock: for what saves cost.
         before_writing: called on rank 0 in the background; must not raise.
         after_publishing: called on rank 0 with the step, in the background; must not raise.
-        decide: called on rank 0 at the end of a save with the step, what every rank's ``facts``
-            returned, in rank order, and the error.
+        decide: called on rank 0 at the end of a save with the step, and what every rank's
+            ``facts`` returned, in rank order.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class Saver:
         *,
         before_writing: Callable[[], None],
         after_publishing: Callable[[int], None],
-        decide: Callable[[int, list[Any], BaseException | None], Decision | None],
+        decide: Callable[[int, list[Any]], Decision | None],
     ) -> None:
         self._agree, self._gate, self._guard = agree, gate, guard
         self._planner = planner
@@ -310,7 +310,7 @@ class Saver:
             return
 
         def rule(facts: list[Any]) -> tuple[BaseException | None, Decision | None]:
-            return error, self._decide(job.step, facts, error)
+            return error, self._decide(job.step, facts)
 
         # First wait for the slowest rank, and only then hold the training for a moment.
         heard, decision = self._agree.consult(job.facts(), rule)

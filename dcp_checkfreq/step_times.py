@@ -52,7 +52,7 @@ class StepTimes:
     """
 
     def __init__(self, clock: Clock, *, on_gpu: bool) -> None:
-        self.now: Callable[[], Mark] = _gpu_mark if on_gpu else clock.monotonic_s
+        self.mark: Callable[[], Mark] = _gpu_mark if on_gpu else clock.monotonic_s
         self._seconds = _gpu_seconds if on_gpu else _host_seconds
         self._laps: list[Lap] = []
         self._entered: Mark = None
@@ -60,7 +60,7 @@ class StepTimes:
 
     def entered(self) -> None:
         """Say that `after_step` was called: an iteration is done."""
-        self._entered = self._accounted = self.now()
+        self._entered = self._accounted = self.mark()
         if self._laps:
             self._laps[-1].ended = self._entered
 
@@ -71,7 +71,7 @@ class StepTimes:
             is_loaded: a save is under way.
             is_copying: its snapshot is.
         """
-        now = self.now()
+        now = self.mark()
         self._laps.append(Lap(self._accounted or now, now, is_loaded, is_copying))
 
     def waited(self, begun: Mark, ended: Mark) -> None:
@@ -90,7 +90,7 @@ class StepTimes:
         What `after_step` has waited for until now counts for the last of them; what the save holds
         the loop up from now on counts for the first one after it.
         """
-        now = self.now()
+        now = self.mark()
         laps, self._laps = self._laps, []
         if laps and laps[-1].ended is self._entered:
             laps[-1].waited_until = now

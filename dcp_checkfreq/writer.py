@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import logging
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -19,6 +20,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
+from torch.optim import Optimizer
 
 from dcp_checkfreq import version
 from dcp_checkfreq.errors import (
@@ -39,7 +41,7 @@ from dcp_checkfreq.recovery.clean import named_files
 from dcp_checkfreq.shards.assign import Placement
 from dcp_checkfreq.shards.codec import Item, pieces
 from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve
-from dcp_checkfreq.snapshot.guard import Address
+from dcp_checkfreq.snapshot.guard import Address, guard_of
 from dcp_checkfreq.snapshot.stager import Snapshot, Stager
 from dcp_checkfreq.snapshot.survey import Survey
 from dcp_checkfreq.storage.open import Location, can_open, open_tier
@@ -63,6 +65,9 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
     As a stager it copies the state into reused host buffers before `dcp.async_save` returns; one
     snapshot is held at a time and never rewritten while its bytes are still being written out.
+    With ``overlap`` the parameters and state of these optimizers are copied while the next forward
+    and backward run, and their `step` waits for the copy. `dcp.async_save` then returns DCP's
+    `AsyncSaveResponse`.
 
     Args:
         path: folder of the checkpoint: a path, ``file://`` URL or `Tier`; made if missing.
@@ -70,6 +75,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             ones, ``.metadata`` is replaced atomically, then the old files are removed.
         threads: files this rank writes at once.
         direct_io: None: past the page cache where the file system can; False: never.
+        overlap: optimizers whose `step` alone changes their parameters and state.
         lineage: the run that saves; `Checkpointer` fills it in.
 
     Not thread-safe: one save at a time.
@@ -82,6 +88,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         overwrite: bool = False,
         threads: int = 2,
         direct_io: bool | None = None,
+        overlap: Sequence[Optimizer] = (),
         lineage: index.Lineage | None = None,
     ) -> None:
         super().__init__()
@@ -91,10 +98,14 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._tier = open_tier(path, direct_io=direct_io)
         self._overwrite = overwrite
         self._threads = threads
+        self._overlap = tuple(overlap)
         self._lineage = lineage
         self._stager = Stager()
         self._turn = Turn()
         self._begin()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"_overlap": ()}  # optimizers stay in the process that steps them
 
     def _begin(self) -> None:
         self._attempt = names.new_attempt()
@@ -286,9 +297,22 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
     _synchronize_after_execute = False
 
-    def stage(self, state_dict: dict[str, Any]) -> dict[str, Any]:
-        """Copy the state into reused host buffers; it may be changed as soon as this returns."""
-        return self._stager.stage(state_dict)
+    def stage(
+        self, state_dict: dict[str, Any]
+    ) -> dict[str, Any] | concurrent.futures.Future[dict[str, Any]]:
+        """Copy the state into reused host buffers.
+
+        It may be changed as soon as this returns, but for what ``overlap`` names: that may be
+        changed by these optimizers' `step`, or when the future that is then returned is done.
+        """
+        if not self._overlap:
+            return self._stager.stage(state_dict)
+        guards = [guard_of(optimizer) for optimizer in self._overlap]
+        addresses = set().union(*(guard.addresses() for guard in guards))
+        snapshot = self._stager.begin(state_dict, guarded=addresses)
+        for guard in guards:
+            guard.arm(snapshot)
+        return snapshot.when_done()
 
     def begin_snapshot(
         self,

@@ -98,7 +98,9 @@ def share_out(held: Sequence[Mapping[K, int]]) -> list[set[K]]:
     load_bytes = [0] * len(held)
     chosen: list[set[K]] = [set() for _ in held]
     # What only one rank holds comes first, then the largest: small ones even out the rest.
-    for key in sorted(holders, key=lambda key: (len(holders[key]) > 1, -held[holders[key][0]][key])):
+    for key in sorted(
+        holders, key=lambda key: (len(holders[key]) > 1, -held[holders[key][0]][key])
+    ):
         rank = min(holders[key], key=lambda rank: load_bytes[rank])
         load_bytes[rank] += held[rank][key]
         chosen[rank].add(key)

@@ -177,9 +177,7 @@ def _from_gpu(tensor: torch.Tensor, item: Item) -> Iterator[memoryview]:
             host.copy_(part, non_blocking=True)
         stream.synchronize()
         view = bytes_of(host)
-        digests += [
-            digest(view[at : at + item.block]) for at in range(0, len(view), item.block)
-        ]
+        digests += [digest(view[at : at + item.block]) for at in range(0, len(view), item.block)]
         yield view
     item.digests = digests
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -94,7 +95,7 @@ class Guard:
     def _before(self, *_: Any) -> None:
         times = self._times
         if self._snapshot is not None:
-            begun = times.now() if times else None
+            begun = times.mark() if times else None
             try:
                 self.wait()
             except SnapshotFailed as error:
@@ -102,13 +103,13 @@ class Guard:
                     raise
                 _log.error("this step will not be saved: %s", error)
             if times:
-                times.waited(begun, times.now())
+                times.waited(begun, times.mark())
         if times:
-            self._update_begun = times.now()
+            self._update_begun = times.mark()
 
     def _after(self, *_: Any) -> None:
         if self._times:
-            self._times.updated(self._update_begun, self._times.now())
+            self._times.updated(self._update_begun, self._times.mark())
 
     def close(self) -> None:
         """Take the hooks away. May be called twice."""
@@ -119,9 +120,9 @@ class Guard:
 
 
 class GuardTimes(Protocol):
-    """Where a guard reports how long things took. Marks are what `now` returns."""
+    """Where a guard reports how long things took. Moments are what `mark` returns."""
 
-    now: Callable[[], Any]
+    mark: Callable[[], Any]
 
     def waited(self, begun: Any, ended: Any) -> None:
         """Take note that an update waited for a snapshot."""
@@ -134,3 +135,17 @@ class GuardTimes(Protocol):
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# The optimizer's hooks keep its guard alive; this must not, as the guard keeps the optimizer.
+_guards: weakref.WeakKeyDictionary[Optimizer, weakref.ref[Guard]] = weakref.WeakKeyDictionary()
+
+
+def guard_of(optimizer: Optimizer) -> Guard:
+    """Return the guard that writers made anew for every save share for this optimizer."""
+    known = _guards.get(optimizer)
+    guard = known() if known is not None else None
+    if guard is None:
+        guard = Guard([optimizer])
+        _guards[optimizer] = weakref.ref(guard)
+    return guard

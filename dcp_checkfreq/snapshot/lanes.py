@@ -137,7 +137,8 @@ class _StreamCopy:
 
     def before_update(self) -> None:
         self._watched.check(may_change_now=True)
-        torch.cuda.current_stream(self._device).wait_event(self._ended)
+        stream = torch.cuda.current_stream(self._device)
+        stream.wait_event(self._ended)
 
     def wait(self) -> None:
         self._ended.synchronize()

@@ -5,8 +5,9 @@ from __future__ import annotations
 import copy
 import threading
 import weakref
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
+from concurrent.futures import Future
 from typing import Any
 
 import torch
@@ -15,11 +16,11 @@ from torch.distributed.tensor import DTensor
 from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import SnapshotFailed
 from dcp_checkfreq.garbage import collector_held
-from dcp_checkfreq.shards.assign import next_place
-from dcp_checkfreq.snapshot.guard import Address, address_of
+from dcp_checkfreq.snapshot.guard import Address
 from dcp_checkfreq.snapshot.lanes import Copy, Lane, copy_at_once, start_overlapped
-from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool, Lease, device_pool
-from dcp_checkfreq.snapshot.survey import Found, Survey
+from dcp_checkfreq.snapshot.places import CopyPlan, Leases, Parts
+from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool, device_pool
+from dcp_checkfreq.snapshot.survey import Survey
 
 # Less than this is copied at once: a thread would cost more than it saves.
 OVERLAP_FROM_BYTES = 1 << 20
@@ -73,6 +74,21 @@ class Snapshot:
         for lane in self._lanes:
             lane.wait()
 
+    def when_done(self) -> Future[dict[str, Any]]:
+        """Return a future of the complete state, or of the error."""
+        future: Future[dict[str, Any]] = Future()
+
+        def wait() -> None:
+            try:
+                self.wait()
+            except BaseException as error:  # noqa: BLE001  whoever asks the future gets it
+                future.set_exception(error)
+            else:
+                future.set_result(self.state)
+
+        threading.Thread(target=wait, name="checkfreq-staged", daemon=True).start()
+        return future
+
     @property
     def is_done(self) -> bool:
         """Whether nothing is being copied any more."""
@@ -97,7 +113,7 @@ class Stager:
         self._pool = pool
         self._overlap_from_bytes = overlap_from_bytes
         self._clock = clock or SystemClock()
-        self._leases: _Leases | None = None
+        self._leases: Leases | None = None
 
     def __reduce__(self) -> tuple[type[Stager], tuple[()]]:
         return Stager, ()  # a lease means nothing in another process
@@ -148,10 +164,10 @@ class Stager:
         """
         with collector_held():
             survey = survey or Survey(state)
-        plan = _Plan(survey, only, guarded, on_gpu=on_gpu)
+        plan = CopyPlan(survey, only, guarded, on_gpu=on_gpu)
         if plan.overlapped_host_bytes < self._overlap_from_bytes:
             plan.overlap_no_host_memory()
-        leases = _Leases(self._pool.lease(plan.host_bytes, fit=only is not None))
+        leases = Leases(self._pool.lease(plan.host_bytes, fit=only is not None))
         try:
             for device, size_bytes in plan.gpu_bytes.items():
                 leases.on_device[device] = device_pool(device).lease(size_bytes, fit=True)
@@ -172,9 +188,9 @@ class Stager:
         )
 
     def _copy(
-        self, state: Mapping[str, Any], survey: Survey, plan: _Plan, leases: _Leases
+        self, state: Mapping[str, Any], survey: Survey, plan: CopyPlan, leases: Leases
     ) -> _Staged:
-        parts = _Parts(leases)
+        parts = Parts(leases)
         places = {memory: parts.place(item) for memory, item in plan.items.items()}
         items = list(plan.items.items())
         copies: dict[bool, list[Copy]] = {True: [], False: []}
@@ -223,100 +239,12 @@ class Stager:
             leases.release()
 
 
-class _Leases:
-    """What one snapshot holds: memory, and the lanes that write into it."""
-
-    def __init__(self, host: Lease) -> None:
-        self.host = host
-        self.on_device: dict[torch.device, Lease] = {}
-        self.lanes: list[Lane] = []
-        self.at_once_s = 0.0
-
-    def of(self, device: torch.device | None) -> Lease:
-        return self.host if device is None else self.on_device[device]
-
-    def handed_to(self, worker: threading.Thread) -> None:
-        for lease in (self.host, *self.on_device.values()):
-            lease.worker = worker
-
-    def release(self) -> None:
-        """Give the memory back, once nothing writes into it any more."""
-        for lane in self.lanes:
-            try:
-                lane.wait()
-            except SnapshotFailed:
-                continue  # raised where the snapshot is used
-        for lease in (self.host, *self.on_device.values()):
-            lease.release()
-
-
-class _Item:
-    """A distinct piece of memory to copy, and where to."""
-
-    __slots__ = ("device", "found", "offset", "overlaps")
-
-    def __init__(self, found: Found, *, overlaps: bool, device: torch.device | None) -> None:
-        self.found = found
-        self.overlaps = overlaps
-        self.device = device  # of the buffer; None: host
-        self.offset = 0
-
-    def part_of(self, memory: torch.Tensor) -> torch.Tensor:
-        """Return the tensor in the buffer that the copy goes into."""
-        source = self.found.local
-        flat = memory[self.offset : self.offset + source.nbytes]
-        return flat.view(source.dtype).view(source.shape)
-
-
-class _Plan:
-    """What is copied, when, and where to."""
-
-    def __init__(
-        self,
-        survey: Survey,
-        only: AbstractSet[str] | None,
-        guarded: AbstractSet[Address],
-        *,
-        on_gpu: bool,
-    ) -> None:
-        self.items: dict[Hashable, _Item] = {}
-        sizes: dict[torch.device | None, int] = {}
-        for one in survey.found:
-            if only is not None and only.isdisjoint(survey.paths[id(one.tensor)]):
-                continue
-            if one.memory in self.items:
-                continue
-            overlaps = address_of(one.local) in guarded
-            to_gpu = on_gpu and overlaps and one.local.is_cuda
-            item = _Item(one, overlaps=overlaps, device=one.local.device if to_gpu else None)
-            # As in the file, so that large parts can be written from where they lie.
-            item.offset = next_place(sizes.get(item.device, 0), one.local.nbytes)
-            sizes[item.device] = item.offset + one.local.nbytes
-            self.items[one.memory] = item
-        self.host_bytes = sizes.pop(None, 0)
-        self.gpu_bytes = {device: size for device, size in sizes.items() if device is not None}
-        self.copied_bytes = sum(item.found.local.nbytes for item in self.items.values())
-
-    @property
-    def overlapped_host_bytes(self) -> int:
-        """Bytes of CPU tensors that a thread would copy."""
-        return sum(item.found.local.nbytes for item in self._overlapped_on_host())
-
-    def overlap_no_host_memory(self) -> None:
-        """Copy all CPU tensors before the call returns."""
-        for item in self._overlapped_on_host():
-            item.overlaps = False
-
-    def _overlapped_on_host(self) -> list[_Item]:
-        return [item for item in self.items.values() if item.overlaps and item.found.local.is_cpu]
-
-
 def gpu_copy_s(survey: Survey, guarded: AbstractSet[Address]) -> float | None:
     """Return how long copying what is guarded into free GPU memory takes (Tg).
 
     None without a GPU, or if it does not fit beside what is there. The memory is kept in the pool.
     """
-    plan = _Plan(survey, None, guarded, on_gpu=True)
+    plan = CopyPlan(survey, None, guarded, on_gpu=True)
     seconds_s = 0.0
     for device, size_bytes in plan.gpu_bytes.items():
         if size_bytes > torch.cuda.mem_get_info(device)[0] * _GPU_SHARE:
@@ -360,52 +288,3 @@ def _own_copy(value: Any) -> Any:
 
     clone(value)
     return copy.deepcopy(value, memo)  # takes what is in its memo as copied already
-
-
-class _Parts:
-    """Tensors that are parts of the buffers: those of the snapshot before, where they fit."""
-
-    def __init__(self, leases: _Leases) -> None:
-        self._leases = leases
-        self._before = leases.host.tensors
-        self.used: dict[Hashable, torch.Tensor] = {}
-
-    def place(self, item: _Item) -> torch.Tensor:
-        """Return the tensor that the copy goes into."""
-        source = item.found.local
-        memory = self._leases.of(item.device).memory
-        key = (memory.data_ptr(), item.offset, source.dtype, source.shape)
-        part = self._before.get(key)
-        if part is None:
-            part = item.part_of(memory)
-        self.used[key] = part
-        return part
-
-    def absent(self, one: Found) -> torch.Tensor:
-        """Return a meta tensor that stands for what another rank writes."""
-        key = ("absent", one.local.dtype, one.local.shape)
-        part = self._before.get(key)
-        if part is None:
-            part = torch.empty(one.local.shape, dtype=one.local.dtype, device="meta")
-        self.used[key] = part
-        return part
-
-    def like(self, tensor: DTensor, local: torch.Tensor) -> torch.Tensor:
-        """Return a DTensor like ``tensor`` with this local shard, wherever that is."""
-        layout = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-        key = (local.device, local.data_ptr(), local.dtype, local.shape, layout)
-        part = self._before.get(key)
-        if part is None:
-            # Not `from_local`: it would move the shard to the device of the mesh.
-            part = _with_local(tensor, local)
-        self.used[key] = part
-        return part
-
-
-def _with_local(tensor: DTensor, local: torch.Tensor) -> torch.Tensor:
-    names, context = tensor.__tensor_flatten__()  # type: ignore[no-untyped-call]
-    inner = {name: getattr(tensor, name) for name in names}  # the shard; since 2.13 also its mesh
-    inner = {key: local if isinstance(part, torch.Tensor) else part for key, part in inner.items()}
-    unflatten: Any = DTensor.__tensor_unflatten__
-    made: torch.Tensor = unflatten(inner, context, tensor.shape, tensor.stride())
-    return made.detach()

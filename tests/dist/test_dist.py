@@ -191,7 +191,7 @@ def test_checkpointer_that_loses_a_rank_raises_and_keeps_the_step_before(shared)
     answers = start(3, shared, ["checkpointer_loses_a_rank"], expect_death=[1], timeout_s=90)
     ended = answers["checkpointer_loses_a_rank"]
     for error, newest in values([ended[0], ended[2]]):
-        assert error[0] == "SaveFailed", error
+        assert error[0] == "RankLost", error
         assert "another rank did not answer" in error[1]
         assert newest == 1
 

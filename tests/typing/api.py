@@ -168,5 +168,6 @@ def mistakes_are_found(state: dict[str, Any]) -> None:
     CheckFreqWriter("/runs", True)  # type: ignore[call-arg]
     CheckFreqReader("/runs", verfy=True)  # type: ignore[call-arg]
     find_latest_valid("/runs", depth="deep")  # type: ignore[arg-type]
-    Checkpointer("/runs", state)  # type: ignore[call-arg]
+    Checkpointer("/runs", state, every="epoch")  # type: ignore[arg-type]
+    Checkpointer("/runs", state, snapshot="disk")  # type: ignore[arg-type]
     Checkpointer("/runs", state, every=5, on_error="ignore")  # type: ignore[arg-type]

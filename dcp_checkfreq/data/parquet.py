@@ -1,0 +1,380 @@
+"""`ResumableParquetLoader`: rows of Parquet files, exactly once, from any point of an epoch."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import posixpath
+from collections import Counter
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Any
+
+import fsspec
+import pyarrow as pa
+import pyarrow.dataset as ds
+import torch
+from torch.utils.data import default_collate
+
+from dcp_checkfreq.data.augment import AugmentRng, SampleSeeds
+from dcp_checkfreq.data.lanes import DEFAULT_LANES, LANES_VERSION, LaneOrder, Run
+from dcp_checkfreq.data.order import SEQUENTIAL, Order
+from dcp_checkfreq.data.position import Last, OnMismatch, Share
+from dcp_checkfreq.data.reading import Counts, Maker, Raw, Reader, ReadingLoader
+from dcp_checkfreq.errors import DataStateError
+
+_READ_THREADS = 8  # footers, and row groups that are needed at once: mostly waiting for storage
+
+
+@dataclass(frozen=True, slots=True)
+class RowGroup:
+    """One row group of one file; ``number`` counts within the file."""
+
+    path: str
+    number: int
+    rows: int
+
+
+class ParquetSource:
+    """Parquet files as one data set. Making it reads the footers only.
+
+    Args:
+        paths: a file or a folder (files sorted by path, ``key=value`` folders become columns), or
+            several files, which keep their order. Local paths or fsspec URLs.
+        filesystem: pyarrow's or fsspec's, which knows the paths as they are; default: the local
+            one, or that of the URLs.
+        columns: to be read; default: all.
+        lanes: row groups that are open at a time, over all ranks. The same for the life of a job,
+            and best a multiple of all numbers of ranks it may have. More lanes mix the rows of
+            more row groups, and take more memory.
+
+    Raises:
+        ValueError: there are no rows, a file is named twice, or URLs of several file systems are.
+        FileNotFoundError: a path is not there.
+    """
+
+    def __init__(
+        self,
+        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
+        *,
+        filesystem: Any = None,
+        columns: Sequence[str] | None = None,
+        lanes: int = DEFAULT_LANES,
+    ) -> None:
+        if lanes < 1:
+            raise ValueError(f"lanes must be at least 1, got {lanes}")
+        self.lanes = lanes
+        self.columns = None if columns is None else list(columns)
+        found, filesystem = _located(paths, filesystem)
+        self._dataset = ds.dataset(
+            found, filesystem=filesystem, format="parquet", partitioning="hive"
+        )
+        self._fragments = list(self._dataset.get_fragments())
+        if isinstance(found, str):
+            self._fragments.sort(key=lambda fragment: fragment.path)
+        with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="checkfreq-footers") as pool:
+            numbers = list(pool.map(_rows_of_groups, self._fragments))
+        self._places = [(fragment, group) for fragment, groups in enumerate(numbers)
+                        for group, rows in enumerate(groups) if rows]  # fmt: skip
+        self.row_groups = tuple(
+            RowGroup(self._fragments[fragment].path, group, numbers[fragment][group])
+            for fragment, group in self._places
+        )
+        if not self.row_groups:
+            raise ValueError(f"there are no rows in {paths!r:.200}")
+        missing = set(self.columns or ()) - set(self._dataset.schema.names)
+        if missing:
+            raise ValueError(
+                f"there are no columns {sorted(missing)}, only {self._dataset.schema.names}"
+            )
+
+    def __len__(self) -> int:
+        """Return the number of rows."""
+        return sum(self.sizes)
+
+    @cached_property
+    def sizes(self) -> list[int]:
+        """Rows of each row group."""
+        return [group.rows for group in self.row_groups]
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Names the data: the names of the files in their folder, and the rows of each row group.
+
+        The same for a copy elsewhere. What is in the rows is not part of it.
+        """
+        folder = posixpath.commonpath({posixpath.dirname(g.path) for g in self.row_groups})
+        digest = hashlib.sha256()
+        for group in self.row_groups:
+            name = posixpath.relpath(group.path, folder)
+            digest.update(f"{name}\0{group.number}\0{group.rows}\n".encode())
+        return digest.hexdigest()
+
+    def read(self, index: int) -> pa.Table:
+        """Read row group ``index`` of `row_groups`.
+
+        Raises:
+            DataStateError: it has not as many rows as it had.
+        """
+        fragment, number = self._places[index]
+        table = (
+            self._fragments[fragment]
+            .subset(row_group_ids=[number])
+            .to_table(schema=self._dataset.schema, columns=self.columns)
+        )
+        group = self.row_groups[index]
+        if table.num_rows != group.rows:
+            raise DataStateError(
+                "ParquetSource",
+                f"row group {number} of {group.path} had {group.rows} rows, now it has "
+                f"{table.num_rows}",
+            )
+        return table
+
+
+def _located(paths: Any, filesystem: Any) -> tuple[str | list[str], Any]:
+    """Return paths as their file system knows them, and that."""
+    is_one = isinstance(paths, (str, os.PathLike))
+    found = [os.fspath(path) for path in ([paths] if is_one else paths)]
+    if not found:
+        raise ValueError("no paths were given")
+    twice = [path for path, times in Counter(found).items() if times > 1]
+    if twice:
+        raise ValueError(f"named more than once: {twice[:5]}")
+    if filesystem is None and any("://" in path for path in found):
+        located = [fsspec.core.url_to_fs(path) for path in found]
+        filesystem = located[0][0]
+        for path, (other, _) in zip(found, located, strict=True):
+            if other != filesystem:
+                raise ValueError(f"{path} is in another file system than {found[0]}")
+        found = [path for _, path in located]
+    return found[0] if is_one else found, filesystem
+
+
+def _rows_of_groups(fragment: Any) -> list[int]:
+    return [group.num_rows for group in fragment.row_groups]
+
+
+class ResumableParquetLoader(ReadingLoader):
+    """Batches of rows; knows exactly which were trained.
+
+    Every row comes exactly once per epoch, also if the job is cut at any batch and goes on with
+    another number of ranks or workers or another batch size. To go on, a rank reads the row groups
+    that its lanes are in, and nothing before them. Register it with `Checkpointer`, or save
+    `state_dict()` after the optimizer's step and before the next batch is taken.
+
+    ::
+
+        loader = ResumableParquetLoader(ParquetSource("s3://bucket/train"), 256, seed=1)
+        for epoch in range(loader.epoch, epochs):
+            for batch in loader:  # column to tensor or list, the rest of the epoch
+                ...
+
+    Args:
+        source: what to read.
+        batch_size: rows per rank and step.
+        seed: of the order and of the rows' random numbers, in ``[0, 2**64)``.
+        shuffle: False keeps the order of the rows; then every rank reads all row groups.
+        last: what becomes of the last rows of an epoch; see `Deal`.
+        rank: data-parallel rank; default: of the default process group.
+        world_size: data-parallel ranks; tell both or neither.
+        transform: makes a sample of one row (dict of column to Python value). Its random numbers
+            are a function of (seed, epoch, row).
+        collate_fn: makes a batch of the samples; default: `default_collate`. Without
+            ``transform`` it gets the rows as a `pyarrow.Table`; default: `as_tensors`.
+        num_workers: processes for ``transform`` and ``collate_fn``. Files are read in the training
+            process, once.
+        batches_ahead: read before they are asked for, beside what workers hold.
+        augment_rng: what is seeded before ``transform`` and ``collate_fn``; see `ResumableLoader`.
+        dataset_id: what the data is, in your words, beside `ParquetSource.fingerprint`.
+        on_mismatch: what `load_state_dict` does by default if the data is another.
+        dataloader_kwargs: pin_memory, prefetch_factor, timeout, worker_init_fn,
+            multiprocessing_context: go to `DataLoader`.
+
+    Raises:
+        TypeError: another option of `DataLoader`.
+        ValueError: numbers that cannot be.
+    """
+
+    def __init__(
+        self,
+        source: ParquetSource,
+        batch_size: int,
+        *,
+        seed: int = 0,
+        shuffle: bool = True,
+        last: Last = "partial",
+        rank: int | None = None,
+        world_size: int | None = None,
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+        collate_fn: Callable[[Any], Any] | None = None,
+        num_workers: int = 0,
+        batches_ahead: int = 4,
+        augment_rng: AugmentRng = "global",
+        dataset_id: str = "",
+        on_mismatch: OnMismatch = "error",
+        **dataloader_kwargs: Any,
+    ) -> None:
+        self.source = source
+        self._seed, self._shuffle = seed, shuffle
+        lanes = source.lanes if shuffle else 1
+        is_ours = transform is None and collate_fn is None  # nothing that could draw numbers
+        maker = Maker(
+            None if transform is None else _rows_of,
+            transform,
+            collate_fn or (as_tensors if transform is None else default_collate),
+            SampleSeeds(seed, "none" if is_ours else augment_rng),
+        )
+        super().__init__(
+            len(source),
+            batch_size,
+            maker,
+            lanes=lanes,
+            order=f"lanes{lanes}-{LANES_VERSION}" if shuffle else SEQUENTIAL,
+            seed=seed,
+            last=last,
+            rank=rank,
+            world_size=world_size,
+            num_workers=num_workers,
+            batches_ahead=batches_ahead,
+            dataset_id=f"{source.fingerprint}/{dataset_id}",
+            on_mismatch=on_mismatch,
+            options=dataloader_kwargs,
+        )
+
+    def completed_row_groups(self) -> list[RowGroup]:
+        """Return the row groups whose rows were all handed out in this epoch, over all ranks."""
+        order = _lanes_of(self.source, self._seed, self._shuffle, self.epoch)
+        groups = zip(self.source.row_groups, order.consumed(self.samples), strict=True)
+        return [group for group, consumed in groups if consumed == group.rows]
+
+    def _new_reader(self) -> Reader:
+        return _RowGroups(self.source, self._seed, self._shuffle, self._counts)
+
+
+def as_tensors(table: pa.Table) -> dict[str, Any]:
+    """Return numbers and booleans as tensors of shape [rows], everything else as lists.
+
+    Raises:
+        ValueError: a column of numbers has nulls.
+    """
+    return {
+        name: _as_tensor(name, column)
+        for name, column in zip(table.column_names, table.columns, strict=True)
+    }
+
+
+def _as_tensor(name: str, column: pa.ChunkedArray) -> Any:
+    kind = column.type
+    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+        return column.to_pylist()
+    if column.null_count:
+        raise ValueError(
+            f"column {name!r} has {column.null_count} nulls in this batch, which no tensor can "
+            "hold: pass a collate_fn or a transform"
+        )
+    values = column.to_numpy()
+    return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+
+def _rows_of(table: pa.Table) -> list[dict[str, Any]]:
+    rows: list[dict[str, Any]] = table.to_pylist()
+    return rows
+
+
+def _lanes_of(source: ParquetSource, seed: int, shuffle: bool, epoch: int) -> LaneOrder:
+    return LaneOrder(source.sizes, source.lanes, seed=seed, epoch=epoch, shuffle=shuffle)
+
+
+@dataclass(slots=True)
+class _Held:
+    """A row group in memory, its rows in the order of the epoch."""
+
+    table: pa.Table
+    order: Order
+    first_row: int  # of the row group, in the data set
+
+    def rows(self, places: range) -> pa.Table:
+        if places.step == 1:
+            return self.table.slice(places.start, len(places))
+        return self.table.take(pa.array(places))
+
+    def numbers(self, places: range) -> list[int]:
+        return [self.first_row + row for row in self.order.at(places)]
+
+
+class _RowGroups:
+    """Reads batches. Holds, for each lane that this rank meets, the row group that it is in."""
+
+    def __init__(self, source: ParquetSource, seed: int, shuffle: bool, counts: Counts) -> None:
+        self._source = source
+        self._seed, self._shuffle = seed, shuffle
+        self._counts = counts
+        self._first_rows = list(accumulate(source.sizes, initial=0))
+        self._epochs: dict[int, LaneOrder] = {}
+        self._held: dict[tuple[int, int], _Held] = {}  # by (epoch, row group)
+        self._lanes: dict[int, tuple[int, int]] = {}  # the key that each lane is at
+        self._pool = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="checkfreq-parquet")
+
+    def close(self) -> None:
+        self._pool.shutdown(cancel_futures=True)
+
+    def read(self, share: Share) -> Raw:
+        tables: list[pa.Table] = []
+        slots: list[int] = []
+        keys = []
+        for epoch, positions in share.runs:
+            before = len(slots)
+            numbers = [0] * len(positions)
+            runs = list(self._order(epoch).runs(positions))
+            self._fetch(epoch, runs)
+            for run in runs:
+                held = self._held[epoch, run.piece]
+                self._lanes[run.lane] = (epoch, run.piece)
+                tables.append(held.rows(run.places))
+                slots += [before + slot for slot in run.slots]
+                numbers[run.slots.start : run.slots.stop : run.slots.step] = held.numbers(
+                    run.places
+                )
+            keys.append((epoch, numbers))
+        self._forget()
+        self._counts.used += len(slots)
+        table = pa.concat_tables(tables)
+        at = [0] * len(slots)
+        for row, slot in enumerate(slots):
+            at[slot] = row
+        # Also copies: what a batch keeps alive is its own rows, not whole row groups.
+        return Raw(keys, table.take(pa.array(at)))
+
+    def _order(self, epoch: int) -> LaneOrder:
+        if epoch not in self._epochs:
+            # A batch may straddle epochs, and end with rows of the first one.
+            for old in [e for e in self._epochs if e < epoch - 1]:
+                del self._epochs[old]
+            self._epochs[epoch] = _lanes_of(self._source, self._seed, self._shuffle, epoch)
+        return self._epochs[epoch]
+
+    def _fetch(self, epoch: int, runs: list[Run]) -> None:
+        """Read the row groups that are not held, several at once: at a start there are many."""
+        missing = {run.piece for run in runs if (epoch, run.piece) not in self._held}
+        for piece, held in zip(
+            missing, self._pool.map(lambda piece: self._read(epoch, piece), missing), strict=True
+        ):
+            self._held[epoch, piece] = held
+            self._counts.pieces += 1
+            self._counts.items += held.table.num_rows
+
+    def _read(self, epoch: int, piece: int) -> _Held:
+        table = self._source.read(piece)
+        order = self._epochs[epoch].within(piece, range(table.num_rows))
+        if self._shuffle:
+            table = table.take(pa.array(order.at(range(table.num_rows))))
+        return _Held(table.combine_chunks(), order, self._first_rows[piece])
+
+    def _forget(self) -> None:
+        """Let go of row groups that no lane is in any more."""
+        in_use = set(self._lanes.values())
+        self._held = {key: held for key, held in self._held.items() if key in in_use}

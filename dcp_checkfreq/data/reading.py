@@ -1,0 +1,335 @@
+"""What loaders of data in pieces share: one thread reads ahead, workers make the batches.
+
+Pieces (row groups, shard files) are read by one thread of the training process, because several
+DataLoader workers would each read all of them. Workers get what was read, and decode, transform
+and collate it.
+"""
+
+from __future__ import annotations
+
+import logging
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.utils.data import DataLoader, Dataset
+
+from dcp_checkfreq.data.augment import SampleSeeds
+from dcp_checkfreq.data.cursor import Cursor
+from dcp_checkfreq.data.order import WORKER_STREAM, derive
+from dcp_checkfreq.data.position import Deal, Last, OnMismatch, Share, Step
+from dcp_checkfreq.data.ranks import resolve
+
+_log = logging.getLogger(__name__)
+
+_OPTIONS = frozenset(
+    ("pin_memory", "prefetch_factor", "timeout", "worker_init_fn", "multiprocessing_context")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Raw:
+    """What was read for one batch of this rank.
+
+    Attributes:
+        keys: (epoch, numbers of the items in the data set), in the order of the batch.
+        items: as the reader gives them, in the same order.
+    """
+
+    keys: list[tuple[int, list[int]]]
+    items: Any
+
+
+@dataclass(frozen=True, slots=True)
+class ReadStats:
+    """What this rank has read since the loader was made.
+
+    Attributes:
+        pieces: row groups read, or shards opened; a piece counts each time.
+        items: rows or samples read from them.
+        used: of these, what was put into batches.
+    """
+
+    pieces: int = 0
+    items: int = 0
+    used: int = 0
+
+    @property
+    def amplification(self) -> float:
+        """Items read for each one that was used; 1.0 is the least. 0.0 before the first."""
+        return self.items / self.used if self.used else 0.0
+
+
+class Counts:
+    """The same, while it grows. Only the reading thread writes."""
+
+    def __init__(self) -> None:
+        self.pieces = self.items = self.used = 0
+
+    def now(self) -> ReadStats:
+        """Return what they are now."""
+        return ReadStats(self.pieces, self.items, self.used)
+
+
+class Reader(Protocol):
+    """Reads the batches of one iterator, one after the other, in one thread."""
+
+    def read(self, share: Share) -> Raw:
+        """Read what a share names. Each share lies behind the one before."""
+
+    def close(self) -> None:
+        """Let go of what is open."""
+
+
+class Maker(Dataset[Any]):
+    """Makes a batch of what was read. In the workers, if there are any.
+
+    Args:
+        rows: to be called on `Raw.items`, gives one value per item; None: the batch is made from
+            all of them at once.
+        transform: of one such value; its random numbers are those of the item.
+        collate: samples, or what was read if there are no rows, to a batch.
+        seeds: sets the random numbers.
+    """
+
+    def __init__(
+        self,
+        rows: Callable[[Any], Iterable[Any]] | None,
+        transform: Callable[[Any], Any] | None,
+        collate: Callable[[Any], Any],
+        seeds: SampleSeeds,
+    ) -> None:
+        self._rows = rows
+        self._transform = transform
+        self._collate = collate
+        self._seeds = seeds
+
+    def __getitem__(self, raw: Raw) -> Any:
+        with self._seeds.batch():
+            samples = raw.items if self._rows is None else list(self._samples(raw))
+            epoch, numbers = raw.keys[0]
+            self._seeds.collate(epoch, numbers[0])
+            return self._collate(samples)
+
+    def _samples(self, raw: Raw) -> Iterator[Any]:
+        assert self._rows is not None
+        keys = ((epoch, number) for epoch, numbers in raw.keys for number in numbers)
+        for (epoch, number), row in zip(keys, self._rows(raw.items), strict=True):
+            self._seeds.sample(epoch, number)
+            yield row if self._transform is None else self._transform(row)
+
+
+class ReadingLoader(ABC):
+    """A loader whose batches are read in one thread and made in workers. See its subclasses."""
+
+    def __init__(
+        self,
+        length: int,
+        batch_size: int,
+        maker: Maker,
+        *,
+        lanes: int,
+        order: str,
+        seed: int,
+        last: Last,
+        rank: int | None,
+        world_size: int | None,
+        num_workers: int,
+        batches_ahead: int,
+        dataset_id: str,
+        on_mismatch: OnMismatch,
+        options: dict[str, Any],
+    ) -> None:
+        what = type(self).__name__
+        if unknown := options.keys() - _OPTIONS:
+            raise TypeError(
+                f"{what} takes no {', '.join(sorted(unknown))}; of DataLoader's options it takes "
+                f"{', '.join(sorted(_OPTIONS))}"
+            )
+        if batches_ahead < 0:
+            raise ValueError(f"batches_ahead must not be negative, got {batches_ahead}")
+        self.batch_size = batch_size
+        self.num_workers = num_workers
+        self._place = resolve(rank, world_size)
+        if lanes % self._place.world_size and self._place.rank == 0:
+            _log.warning(
+                "%s: %d lanes do not divide among %d ranks, so every rank reads pieces of all "
+                "lanes. It stays exact, and reads up to %d times as much",
+                *(what, lanes, self._place.world_size, self._place.world_size),
+            )
+        self._cursor = Cursor(
+            Deal(length, batch_size, self._place.world_size, last),
+            self._place.rank,
+            seed=seed,
+            order=order,
+            dataset_id=dataset_id,
+            what=what,
+            on_mismatch=on_mismatch,
+        )
+        self._counts = Counts()
+        self._maker = maker
+        self._feed = _Feed(self._cursor, self._new_reader, batches_ahead)
+        self._options = {**options, "persistent_workers": num_workers > 0}
+        self._generator = torch.Generator()
+        self._loader: DataLoader[Any] | None = None
+
+    @abstractmethod
+    def _new_reader(self) -> Reader: ...
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch: with the last batch of an epoch it is already the next one."""
+        return self._cursor.position.epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples of this epoch that all ranks together were handed."""
+        return self._cursor.position.samples
+
+    @property
+    def valid(self) -> int:
+        """Real samples, from the front, of this rank's last batch; the rest are repeats."""
+        return self._cursor.valid
+
+    @property
+    def read_stats(self) -> ReadStats:
+        """What this rank has read, and how much of it was used."""
+        return self._counts.now()
+
+    def __len__(self) -> int:
+        """Return how many batches are left of this epoch."""
+        return self._cursor.steps_left()
+
+    def __iter__(self) -> Iterator[Any]:
+        """Return an iterator over the rest of the epoch; those made before become stale."""
+        self._place.check(type(self).__name__)
+        generation = self._cursor.begin()
+        at, place = self._cursor.position, self._place
+        self._generator.manual_seed(
+            derive(WORKER_STREAM, self._cursor.seed, at.epoch, at.samples, place.rank) >> 1
+        )
+        if self._loader is None:
+            self._loader = DataLoader(
+                self._maker,
+                batch_size=None,  # an item of ours is a batch
+                sampler=self._feed,
+                collate_fn=_as_it_is,
+                num_workers=self.num_workers,
+                # Without it DataLoader draws from the training's random state at each epoch.
+                generator=self._generator,
+                **self._options,
+            )
+        return _Iterator(self._cursor, generation, iter(self._loader), self._drop_loader)
+
+    def _drop_loader(self) -> None:
+        """Begin with new workers next time: the old ones may be dead, or a batch ahead."""
+        self._loader = None
+
+    def state_dict(self) -> dict[str, str]:
+        """Return the position after the last batch handed out, as JSON; the same on all ranks."""
+        return self._cursor.state_dict()
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, on_mismatch: OnMismatch | None = None
+    ) -> None:
+        """Go on from a saved position; iterators made before become stale.
+
+        Args:
+            state: of `state_dict`, from any number of ranks, any batch size and workers.
+            on_mismatch: "error" refuses other data in the middle of an epoch, "restart_epoch"
+                starts the epoch anew with a warning; default: as told at construction.
+
+        Raises:
+            DataStateError: it does not fit. The loader is as it was.
+        """
+        self._cursor.load_state_dict(state, on_mismatch=on_mismatch)
+
+
+class _Iterator:
+    """Hands out batches and counts them in that moment."""
+
+    def __init__(
+        self,
+        cursor: Cursor,
+        generation: int,
+        batches: Iterator[Any],
+        on_failure: Callable[[], None],
+    ) -> None:
+        self._cursor = cursor
+        self._generation = generation
+        self._batches: Iterator[Any] | None = batches
+        self._plan = cursor.plan()
+        self._epoch = cursor.position.epoch
+        self._on_failure = on_failure
+
+    def __iter__(self) -> _Iterator:
+        return self
+
+    def __next__(self) -> Any:
+        if self._batches is None:
+            raise StopIteration
+        self._cursor.check(self._generation)
+        planned = next(self._plan, None)
+        if planned is None:
+            self._batches = None
+            self._cursor.end_epoch(self._epoch)
+            raise StopIteration
+        try:
+            batch = next(self._batches)
+        except BaseException as error:
+            # The batches that follow would no longer be those that are counted.
+            self._cursor.begin()
+            self._batches = None
+            self._on_failure()
+            if isinstance(error, StopIteration):  # would end the epoch without a word
+                raise RuntimeError("a transform raised StopIteration") from error
+            raise
+        self._cursor.handed_out(*planned)
+        return batch
+
+
+class _Feed:
+    """The sampler of `DataLoader`: what it yields goes to the workers."""
+
+    def __init__(
+        self, cursor: Cursor, new_reader: Callable[[], Reader], batches_ahead: int
+    ) -> None:
+        self._cursor = cursor
+        self._new_reader = new_reader
+        self._batches_ahead = batches_ahead
+
+    def __len__(self) -> int:
+        return self._cursor.steps_left()
+
+    def __iter__(self) -> Iterator[Raw]:
+        return _read_ahead(self._cursor.plan(), self._new_reader, self._batches_ahead)
+
+
+def _read_ahead(
+    plan: Iterator[tuple[Step, Share]], new_reader: Callable[[], Reader], batches_ahead: int
+) -> Iterator[Raw]:
+    """Yield what is read for each share, some batches ahead of whoever asks."""
+    waiting: deque[Future[Raw]] = deque()
+    with (
+        closing(new_reader()) as reader,
+        ThreadPoolExecutor(1, thread_name_prefix="checkfreq-data") as thread,
+    ):
+        try:
+            for _, share in plan:
+                waiting.append(thread.submit(reader.read, share))
+                if len(waiting) > batches_ahead:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
+        finally:
+            for batch in waiting:
+                batch.cancel()
+
+
+def _as_it_is(batch: Any) -> Any:
+    return batch

@@ -1,0 +1,125 @@
+"""The steps of this run on storage: where it comes from, what it keeps, where it saves next."""
+
+from __future__ import annotations
+
+import logging
+
+from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.errors import RootDiffers, StepsExist
+from dcp_checkfreq.format import names
+from dcp_checkfreq.format.index import Lineage
+from dcp_checkfreq.policy.retention import Retention, select_expired
+from dcp_checkfreq.recovery.choose import Choice
+from dcp_checkfreq.recovery.clean import delete_step
+from dcp_checkfreq.recovery.scan import examine, scan
+from dcp_checkfreq.storage.late import look_again
+from dcp_checkfreq.storage.tier import Tier
+from dcp_checkfreq.writer import CheckFreqWriter
+
+_log = logging.getLogger(__name__)
+
+
+class OwnSteps:
+    """What a run may write, replace and delete under its root.
+
+    Args:
+        root: folder of the run.
+        agree: of the ranks.
+        run_id: of this run.
+        rule: what to keep.
+        threads: shard files that a rank writes at once.
+    """
+
+    def __init__(
+        self, root: Tier, agree: Agreement, run_id: str, rule: Retention, *, threads: int
+    ) -> None:
+        self._root = root
+        self._agree = agree
+        self._run_id = run_id
+        self._rule = rule
+        self._threads = threads
+        self._lineage: Lineage | None = None  # known once it is clear what this run goes on from
+        self._kept: dict[int, str] = {}  # on rank 0: what retention looks after
+
+    def go_on_from(self, choice: Choice) -> None:
+        """Take note of what was restored, or that the run starts from nothing."""
+        self._kept = choice.kept
+        self._lineage = Lineage(
+            run_id=self._run_id,
+            parent_step=None if choice.record is None else choice.record.step,
+            abandons=choice.abandons,
+        )
+
+    def writer(self, step: int) -> CheckFreqWriter:
+        """Return a writer for this step. With no save in flight: it may ask the other ranks.
+
+        Raises:
+            StepsExist: the run has restored nothing, and the root holds another run's steps.
+        """
+        if self._lineage is None:
+            self._agree.decide(self._refuse_foreign_steps)
+            self._lineage = Lineage(run_id=self._run_id)
+        return CheckFreqWriter(
+            self._root.child(names.step_folder(step)),
+            threads=self._threads,
+            lineage=self._lineage,
+            overwrite=self._agree.rank == 0 and self._is_replaceable(step, self._lineage),
+        )
+
+    def _refuse_foreign_steps(self) -> None:
+        whole = sorted(record.step for record in scan(self._root) if record.problem is None)
+        if whole:
+            raise StepsExist(
+                self._root.location,
+                f"it holds steps {whole} of another run. Call restore() before saving, with "
+                "fresh_start=True if this run is to start from nothing",
+            )
+
+    def _is_replaceable(self, step: int, lineage: Lineage) -> bool:
+        """Tell whether a checkpoint is in the way that is damaged or was left behind."""
+        name = names.step_folder(step)
+        record = examine(self._root.child(name), name, step)
+        first = lineage.abandons.get(record.run_id)
+        left_behind = first is not None and step >= first
+        return record.published and (left_behind or record.problem is not None)
+
+    def published(self, step: int) -> None:
+        """On rank 0: let old checkpoints go. Never raises: the new one is published."""
+        self._kept[step] = names.step_folder(step)
+        try:
+            for expired in select_expired(self._kept, self._rule):
+                delete_step(self._root, self._kept[expired])
+                del self._kept[expired]
+        except OSError as error:
+            _log.warning("%s: old checkpoints stay for now: %s", self._root.location, error)
+
+
+def check_root(root: Tier, agree: Agreement, run_id: str, clock: Clock) -> None:
+    """Make sure that all ranks see what rank 0 writes: else nothing would ever be whole.
+
+    Raises:
+        RootDiffers: some do not.
+    """
+    folder = root.child(names.RUN_FOLDER)
+    probe = f"probe-{run_id}"
+
+    def leave_probe() -> None:
+        folder.make()
+        folder.replace(probe, b"", scratch=f"{probe}.tmp")
+
+    agree.decide(leave_probe)
+    try:
+        look_again(folder, lambda: folder.size(probe), clock)
+        sees_it = True
+    except OSError:
+        sees_it = False
+    blind = [rank for rank, sees in enumerate(agree.gather(sees_it)) if not sees]
+    if agree.rank == 0:
+        folder.delete(probe)
+    if blind:
+        raise RootDiffers(
+            root.location,
+            f"ranks {blind} do not see what rank 0 writes there. Is it a disk of one node? "
+            "All ranks need the same shared folder",
+        )
