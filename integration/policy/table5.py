@@ -1,7 +1,7 @@
 """Table 5: a second job loads the disk in the middle of the run; fixed against adaptive interval.
 
 Three phases: alone, loaded, alone again. The adaptive run comes first, and is loaded once its
-interval has settled; the fixed run gets that interval. A third run without saves goes through the same phases.
+interval has settled; the fixed run gets that interval. A third run saves nothing.
 """
 
 from __future__ import annotations

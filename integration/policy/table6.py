@@ -66,7 +66,11 @@ def run(settings: Settings) -> Result:
                 "recoveries": recoveries,
             }
         )
-        figures[group.name] = {"mode": group.mode, **_figures(launches, recoveries)}
+        figures[group.name] = {
+            "mode": group.mode,
+            "ranks": group.ranks,
+            **_figures(launches, recoveries),
+        }
     config = {
         "spec": spec.fields(),
         "steps_per_epoch": epoch,
@@ -153,16 +157,16 @@ def _ranks_agree(launch: Launch) -> bool:
 
 
 def _goals(figures: Raw) -> list[Goal]:
-    ours = {name: figure for name, figure in figures.items() if figure["mode"] == "auto"}
     goals = []
-    for name, figure in ours.items():
-        lost = figure["lost_over_interval"]
-        # Uniform kills lose k / 2, and what a save takes: up to k where k is as short as can be.
-        goals += [
-            Goal(f"{name}: lost iterations / k, worst", lost["max"], 2),
-            Goal(f"{name}: lost iterations / k, mean", lost["mean"], 1.5),
-            Goal(f"{name}: ranks agree on k at each step", figure["ranks_agree"], 1, at_least=True),
-        ]
+    for name, figure in figures.items():
+        if figure["ranks"] > 1:
+            agree = figure["ranks_agree"]
+            goals.append(Goal(f"{name}: ranks agree on k at each step", agree, 1, at_least=True))
+        if figure["mode"] == "auto":
+            lost = figure["lost_over_interval"]
+            goals.append(Goal(f"{name}: lost iterations / k, worst", lost["max"], 2))
+            # Uniform kills lose k / 2, and what a save takes: up to k where k is at its shortest.
+            goals.append(Goal(f"{name}: lost iterations / k, mean", lost["mean"], 1.5))
     return goals
 
 
