@@ -36,7 +36,8 @@ _OWN_ITEM_FROM_BYTES = 16 << 10
 class PerRank:
     """Marks a value that each rank keeps for itself (random states, positions per rank).
 
-    On another number of ranks, a rank that did not exist before keeps what it has.
+    On another number of ranks, a rank that did not exist before keeps what it has; a subclass may do
+    better in `absent`.
 
     Args:
         value: a `Stateful` object, or a plain value; restored values are in ``value``.
@@ -44,6 +45,9 @@ class PerRank:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+
+    def absent(self, rank: int, step: int) -> None:
+        """Called on restore if the checkpoint of ``step`` has no value of this rank, only others'."""
 
 
 def pack(value: object) -> dict[str, Any]:
@@ -211,11 +215,13 @@ class AppState:
                 tensors.append(torch.empty(kept.size, dtype=kept.properties.dtype))
         return {_TREE: (None,), _TENSORS: tensors}
 
-    def restore(self, loaded: Mapping[str, Any]) -> None:
-        """Put a filled state dict into the live parts."""
+    def restore(self, loaded: Mapping[str, Any], step: int) -> None:
+        """Put a filled state dict, of the checkpoint of ``step``, into the live parts."""
         for name, part in list(self._parts.items()):
             key = self._key(name)
             if key not in loaded:
+                assert isinstance(part, PerRank)  # `targets` refuses everything else
+                part.absent(self._rank, step)
                 continue
             value = loaded[key]
             if isinstance(part, torch.nn.Module):

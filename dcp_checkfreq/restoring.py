@@ -82,7 +82,7 @@ class Restorer:
             if record is None:
                 return choice, None
             try:
-                self._load(record.name)
+                self._load(record.name, record.step)
             except CheckpointException as error:
                 cause = cause_of(error)
                 if step is not None or not isinstance(cause, BrokenShard):
@@ -119,7 +119,7 @@ class Restorer:
             _log.warning("%s: passed over %s", self._root.location, text)
         return choice
 
-    def _load(self, name: str) -> None:
+    def _load(self, name: str, step: int) -> None:
         folder = self._root.child(name)
         # Read once for all ranks: on shared file systems others might not see it yet.
         known = self._agree.decide(
@@ -134,4 +134,4 @@ class Restorer:
             process_group=self._agree.group,
             no_dist=self._agree.is_alone,
         )
-        self._state.restore(target)
+        self._state.restore(target, step)

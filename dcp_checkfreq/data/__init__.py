@@ -12,6 +12,10 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dcp_checkfreq.data.augment import sample_rng as sample_rng
     from dcp_checkfreq.data.batch_sampler import ResumableBatchSampler as ResumableBatchSampler
+    from dcp_checkfreq.data.cache import FileCache as FileCache
+    from dcp_checkfreq.data.cache_stats import CacheStats as CacheStats
+    from dcp_checkfreq.data.cache_stats import Fallback as Fallback
+    from dcp_checkfreq.data.cached_files import CachedFiles as CachedFiles
     from dcp_checkfreq.data.dali import ResumableDALILoader as ResumableDALILoader
     from dcp_checkfreq.data.loader import ResumableLoader as ResumableLoader
     from dcp_checkfreq.data.rng import RNGState as RNGState
@@ -20,7 +24,11 @@ if TYPE_CHECKING:
     from dcp_checkfreq.errors import DataStateError as DataStateError
 
 _HOMES: dict[str, str] = {
+    "CacheStats": "data.cache_stats",
+    "CachedFiles": "data.cached_files",
     "DataStateError": "errors",
+    "Fallback": "data.cache_stats",
+    "FileCache": "data.cache",
     "RNGState": "data.rng",
     "ResumableBatchSampler": "data.batch_sampler",
     "ResumableDALILoader": "data.dali",

@@ -83,7 +83,7 @@ def test_each_rank_gets_its_own_back():
         wanted.append(draw())
     for rank in range(2):
         seed_everything(5)
-        AppState({"rng": RNGState(rank=rank)}, rank).restore(captured)
+        AppState({"rng": RNGState(rank=rank)}, rank).restore(captured, 0)
         assert draw() == wanted[rank]
     assert wanted[0] != wanted[1]
 

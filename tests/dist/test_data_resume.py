@@ -141,6 +141,11 @@ def test_killed_at_random_moments_on_changing_ranks_each_item_counts_once(tmp_pa
             saved = before.random_states().get((rank, launch.restored))
             if saved is not None:  # else nothing was saved since an earlier launch
                 assert launch.lines(rank)[0][2] == saved
+    # One that is new draws what no other does, nor it at the start.
+    for before, launch in itertools.pairwise(launches):
+        states = [launch.lines(rank)[0][2] for rank in range(launch.ranks)]
+        assert len(set(states)) == launch.ranks
+        assert launches[0].lines(0)[0][2] not in states[before.ranks :]
     # What was trained twice, because its step was lost, looked the same both times.
     looks = {}
     for launch in launches:
