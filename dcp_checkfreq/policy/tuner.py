@@ -40,6 +40,9 @@ _SOME = 5  # four of the last five before unfinished saves let it shrink
 _SURE = 2.0  # standard errors of a cost that are not acted on
 _CLEARLY = 1.25  # it begins to shrink when even costs this much higher would need less
 _GAP_EVERY_SAVES = 8  # a baseline is renewed at least this often
+# Then copies are blocking for so many saves, and for twice as many with every further time: what
+# made overlapping dear may have been a busy moment of the machine.
+_FIRST_BLOCKING_SAVES = 16
 _DEARER = 1.1  # an overlapped copy must cost this much more than a blocking one to be given up
 
 
@@ -58,6 +61,8 @@ class Tuning:
         baseline: iterations with no save under way.
         recent: the last saves, the newest last.
         shrinking: the interval is on its way down.
+        blocking_saves: how many more saves are blocking before overlapping is tried again.
+        next_blocking_saves: how many it will be the next time that overlapping costs more.
     """
 
     interval_steps: int
@@ -70,6 +75,8 @@ class Tuning:
     baseline: Baseline
     recent: tuple[Judged, ...] = ()
     shrinking: bool = False
+    blocking_saves: int = 0
+    next_blocking_saves: int = _FIRST_BLOCKING_SAVES
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -146,7 +153,8 @@ def observe(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
 
     - Iterations without a save renew the baseline.
     - If overlapping the copy cost more than a blocking copy would, in two of the last three
-      saves, snapshots are blocking from now on (unless the user has chosen the mode).
+      saves, snapshots are blocking for a while, for twice as long with every time (unless the
+      user has chosen the mode).
     - If two of the last three saves need a longer interval, it grows at once to what they need: to
       be published before the next one starts, to stay within p, and with a failure rate to waste
       least. If only slow iterations say so, and the baseline is not from this interval, it is
@@ -171,6 +179,10 @@ def observe(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
     saw = f"{overhead:.1%} of {seen.interval.steps} iterations, budget {tuning.max_overhead:.1%}"
     if _overlap_is_dear(tuning):
         return _without_overlap(tuning, overhead, saw)
+    if tuning.blocking_saves:
+        tuning = replace(tuning, blocking_saves=tuning.blocking_saves - 1)
+        if not tuning.blocking_saves:
+            return _with_overlap_again(tuning, overhead, saw)
 
     k, needs = tuning.interval_steps, _needs(tuning)
     stale = tuning.baseline.age_saves > 0 and pending is not _Gap.TAKEN
@@ -314,10 +326,20 @@ def _without_overlap(tuning: Tuning, overhead: float, saw: str) -> tuple[Tuning,
         mode=Mode.BLOCKING,
         recent=(),  # they say nothing about blocking saves
         shrinking=False,
+        blocking_saves=tuning.next_blocking_saves,
+        next_blocking_saves=2 * tuning.next_blocking_saves,
     )
     why = f"overlapped copy cost {overlap_s:.3g} s, a blocking one {blocking_s:.3g} s"
     return tuning, _decision(
         tuning, overhead, f"k {k} -> {tuning.interval_steps}, blocking: {why}; save cost {saw}"
+    )
+
+
+def _with_overlap_again(tuning: Tuning, overhead: float, saw: str) -> tuple[Tuning, Decision]:
+    tuning = replace(tuning, mode=choose_mode(tuning.costs), recent=(), shrinking=False)
+    k = tuning.interval_steps
+    return tuning, _decision(
+        tuning, overhead, f"k {k} stays: the copy overlaps again, to see; save cost {saw}"
     )
 
 

@@ -291,10 +291,28 @@ def test_an_overlapped_copy_that_costs_more_than_a_blocking_one_is_given_up(know
     assert len(said) == 1
     assert "overlapped copy cost" in said[0]
     job.overheads.clear()
-    settled = job.run(30)
+    settled = job.run(12)
     assert len(set(settled[5:])) == 1
     assert max(job.overheads[2:]) <= BUDGET * 1.02
     assert settled[-1] == interval_steps(costs_of(tc=3.0), Mode.BLOCKING, BUDGET)
+
+
+def test_overlapping_is_tried_again_less_and_less_often_while_it_stays_dear():
+    job = Job(tc=3.0, contention=steady(3.0))
+    job.run(200)
+    modes = [decision.mode for decision in job.decisions]
+    tries = [n for n in range(1, len(modes)) if modes[n - 1 : n + 1] == [Mode.BLOCKING, Mode.CPU]]
+    assert 3 <= len(tries) <= 4
+    assert tries[2] - tries[1] > 1.5 * (tries[1] - tries[0])
+    assert modes.count(Mode.CPU) < 25
+
+
+def test_overlapping_comes_back_for_good_once_it_is_cheap_again():
+    job = Job(tc=0.5, contention=stepped(6.0, 1.0, at=10))
+    job.run(8)
+    assert job.decision.mode is Mode.BLOCKING
+    job.run(100)
+    assert {decision.mode for decision in job.decisions[-60:]} == {Mode.CPU}
 
 
 def test_iterations_slowed_by_the_copy_count_against_overlapping():
