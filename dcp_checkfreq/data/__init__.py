@@ -17,6 +17,8 @@ if TYPE_CHECKING:
     from dcp_checkfreq.data.cache_stats import Fallback as Fallback
     from dcp_checkfreq.data.cached_files import CachedFiles as CachedFiles
     from dcp_checkfreq.data.dali import ResumableDALILoader as ResumableDALILoader
+    from dcp_checkfreq.data.dali_reader import ResumableDALIReader as ResumableDALIReader
+    from dcp_checkfreq.data.dali_reader import check_native_reader as check_native_reader
     from dcp_checkfreq.data.loader import ResumableLoader as ResumableLoader
     from dcp_checkfreq.data.rng import RNGState as RNGState
     from dcp_checkfreq.data.rng import seed_everything as seed_everything
@@ -32,8 +34,10 @@ _HOMES: dict[str, str] = {
     "RNGState": "data.rng",
     "ResumableBatchSampler": "data.batch_sampler",
     "ResumableDALILoader": "data.dali",
+    "ResumableDALIReader": "data.dali_reader",
     "ResumableIterator": "data.wrap",
     "ResumableLoader": "data.loader",
+    "check_native_reader": "data.dali_reader",
     "sample_rng": "data.augment",
     "seed_everything": "data.rng",
 }

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcp_checkfreq.data.cursor import Cursor
+from dcp_checkfreq.data.dali_plugin import import_plugin
 from dcp_checkfreq.data.dali_rng import DALIState, add_dali, dali_of
 from dcp_checkfreq.data.dali_source import LABEL_TYPES, DALISource, names_id
 from dcp_checkfreq.data.order import SHUFFLED
@@ -90,7 +91,7 @@ class ResumableDALILoader:
         dataset_id: str | None = None,
         on_mismatch: OnMismatch = "error",
     ) -> None:
-        _import_iterator()
+        import_plugin(_WHAT)
         if type(nrand) is not int or nrand < 1:
             raise ValueError(f"nrand must be a whole number from 1 on, got {nrand!r}")
         self.batch_size = batch_size
@@ -176,10 +177,10 @@ class ResumableDALILoader:
         return add_dali(state, self._dali_state(self._checkpoint)) if self._dali_rng else state
 
     def _dali_state(self, checkpoint: bytes | None) -> DALIState:
-        import nvidia.dali
-
         place, size = self._place, self.batch_size
-        return DALIState(nvidia.dali.__version__, place.rank, place.world_size, size, checkpoint)
+        return DALIState(
+            import_plugin(_WHAT).version, place.rank, place.world_size, size, checkpoint
+        )
 
     def load_state_dict(
         self, state: Mapping[str, Any], *, on_mismatch: OnMismatch | None = None
@@ -248,12 +249,12 @@ class _Feed:
 
     def __init__(self, pipeline: Any, source: DALISource, output_map: list[str]) -> None:
         self._source = source
-        iterator = _import_iterator()
+        plugin = import_plugin(_WHAT)
         with warnings.catch_warnings():
             # A pipeline need not use all inputs; what it leaves costs next to nothing.
             warnings.filterwarnings("ignore", "The external source node")
             # It must not run before `begin`.
-            self._batches = iterator(
+            self._batches = plugin.DALIGenericIterator(
                 [pipeline], output_map, auto_reset=False, prepare_first_batch=False
             )
         if readers := pipeline.reader_meta():
@@ -283,14 +284,6 @@ class _Feed:
         """Return DALI's state after the last batch."""
         found: bytes = self._batches.checkpoints()[0]
         return found
-
-
-def _import_iterator() -> Any:
-    try:
-        from nvidia.dali.plugin.pytorch import DALIGenericIterator
-    except ImportError as error:
-        raise ImportError(f"{_WHAT} needs DALI: pip install 'dcp-checkfreq[dali]'") from error
-    return DALIGenericIterator
 
 
 def _checked_paths(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
