@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
@@ -23,7 +23,7 @@ from dcp_checkfreq.data.augment import AugmentRng, SampleSeeds
 from dcp_checkfreq.data.lanes import DEFAULT_LANES, LANES_VERSION, LaneOrder, Run
 from dcp_checkfreq.data.order import SEQUENTIAL, Order
 from dcp_checkfreq.data.position import Last, OnMismatch, Share
-from dcp_checkfreq.data.reading import Counts, Maker, Raw, Reader, ReadingLoader
+from dcp_checkfreq.data.reading import Counts, Maker, Raw, ReadingLoader
 from dcp_checkfreq.errors import DataStateError
 
 _READ_THREADS = 8  # footers, and row groups that are needed at once: mostly waiting for storage
@@ -232,6 +232,7 @@ class ResumableParquetLoader(ReadingLoader):
             len(source),
             batch_size,
             maker,
+            partial(_RowGroups, source, seed, shuffle),
             lanes=lanes,
             order=f"lanes{lanes}-{LANES_VERSION}" if shuffle else SEQUENTIAL,
             seed=seed,
@@ -250,9 +251,6 @@ class ResumableParquetLoader(ReadingLoader):
         order = _lanes_of(self.source, self._seed, self._shuffle, self.epoch)
         groups = zip(self.source.row_groups, order.consumed(self.samples), strict=True)
         return [group for group, consumed in groups if consumed == group.rows]
-
-    def _new_reader(self) -> Reader:
-        return _RowGroups(self.source, self._seed, self._shuffle, self._counts)
 
 
 def as_tensors(table: pa.Table) -> dict[str, Any]:

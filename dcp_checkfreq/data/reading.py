@@ -8,12 +8,12 @@ and collate it.
 from __future__ import annotations
 
 import logging
-from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -124,7 +124,7 @@ class Maker(Dataset[Any]):
             yield row if self._transform is None else self._transform(row)
 
 
-class ReadingLoader(ABC):
+class ReadingLoader:
     """A loader whose batches are read in one thread and made in workers. See its subclasses."""
 
     def __init__(
@@ -132,6 +132,7 @@ class ReadingLoader(ABC):
         length: int,
         batch_size: int,
         maker: Maker,
+        new_reader: Callable[[Counts], Reader],
         *,
         lanes: int,
         order: str,
@@ -173,13 +174,12 @@ class ReadingLoader(ABC):
         )
         self._counts = Counts()
         self._maker = maker
-        self._feed = _Feed(self._cursor, self._new_reader, batches_ahead)
+        # Nothing in here may refer back to this loader: left to the collector of cycles, workers
+        # would be joined in whatever thread it happens to run in, which may be one of theirs.
+        self._feed = _Feed(self._cursor, partial(new_reader, self._counts), batches_ahead)
         self._options = {**options, "persistent_workers": num_workers > 0}
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] | None = None
-
-    @abstractmethod
-    def _new_reader(self) -> Reader: ...
 
     @property
     def epoch(self) -> int:
