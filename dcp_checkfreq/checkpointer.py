@@ -360,6 +360,8 @@ class Checkpointer:
         self._remember(ended)
         error = ended.error
         if error is None:
+            if self._agree.rank == 0:
+                _log.info("step %d saved: %s", ended.step, _told(self._history[-1]))
             self.last_saved_step = ended.step
             self.failures_in_a_row = 0
             return
@@ -479,6 +481,14 @@ class Checkpointer:
             if error is None:
                 raise
             _log.error("while leaving because of another error: %s", failed)
+
+
+def _told(save: SaveRecord) -> str:
+    return (
+        f"{save.copied_bytes / 1e6:.1f} MB of this rank copied in {save.copy_s:.3f} s ({save.mode}), "
+        f"published {save.persist_s:.3f} s later; training was held up for "
+        f"{save.blocked_s + save.waited_s:.3f} s"
+    )
 
 
 def _said_of(checkpointer: weakref.ref[Checkpointer]) -> str:

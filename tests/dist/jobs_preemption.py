@@ -23,6 +23,8 @@ from dcp_checkfreq.clock import SystemClock
 from dcp_checkfreq.format.torch_private import default_store
 from dcp_checkfreq.gate import Gate
 from dcp_checkfreq.preemption import PreemptionWatch
+from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.testing import ForwardingTier
 
 STEPS = 2000
 
@@ -140,11 +142,24 @@ def while_one_sleeps(folder):
     return {"stopped": stopped, **times}
 
 
-def with_checkpointer(folder, *, every, step_s=0.02, **options):
+class SlowShards(ForwardingTier):
+    """A storage on which a shard takes so long."""
+
+    seconds_s = 0.0
+
+    def around(self, verb, name, call):
+        if verb == "write_shard":
+            time.sleep(SlowShards.seconds_s)
+        return call()
+
+
+def with_checkpointer(folder, *, step_s=0.02, shard_s=0.0, **options):
     """Train with a `Checkpointer` until the test sends signals; it ends the process."""
+    SlowShards.seconds_s = shard_s
+    root = SlowShards(LocalTier(folder / "root"))
     rank, value = dist.get_rank(), torch.zeros(1000)
     parts = {"shared": {"value": value}, "own": PerRank(torch.zeros(20_000))}
-    with Checkpointer(folder / "root", parts, every=every, **options) as ckpt:
+    with Checkpointer(root, parts, **options) as ckpt:
         ckpt.restore()
         first = ckpt.step + 1
         (folder / f"{rank}.pid").write_text(str(os.getpid()))

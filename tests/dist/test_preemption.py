@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from dcp_checkfreq import find_latest_valid
+
 pytestmark = [pytest.mark.dist, pytest.mark.slow]
 
 SCRIPT = Path(__file__).with_name("jobs_preemption.py")
@@ -233,3 +235,57 @@ def test_a_stopped_server_of_the_store_holds_up_no_step_for_long(start):
     codes, said = running.ended()
     assert said == [{"stopped": None, "stop_at": None}] * 2
     assert codes == [0, 0]
+
+
+# --- with a `Checkpointer` ---
+
+
+def forget(folder):
+    for path in [*folder.glob("*.pid"), *folder.glob("*.running"), *folder.glob("*.json")]:
+        path.unlink()
+
+
+def test_all_ranks_save_once_more_and_the_next_run_goes_on_from_there(start):
+    running = start(2, "with_checkpointer", every=1000)
+    os.kill(running.pids()[1], signal.SIGTERM)
+    codes, said = running.ended()
+    step = one_step(said)
+    assert set(codes) == {0}
+    assert [one["saved"] for one in said] == [step, step]
+    assert find_latest_valid(running.folder / "root", depth="digest").step == step
+    assert f"stopping after step {step}" in running.log(0)
+    forget(running.folder)
+    again = start(2, "with_checkpointer", max_overhead=0.5)
+    os.kill(again.pids()[0], signal.SIGUSR1)
+    codes, said = again.ended()
+    assert {one["first"] for one in said} == {step + 1}
+    assert one_step(said) == said[0]["saved"]
+
+
+def test_a_save_in_flight_is_waited_for_and_then_there_is_one_more(start):
+    running = start(2, "with_checkpointer", every=4, shard_s=1.5, step_s=0.2)
+    pids = running.pids()  # in step 4: its save takes longer than the agreement
+    for pid in pids:
+        os.kill(pid, signal.SIGTERM)
+    time.sleep(1)
+    os.kill(pids[0], signal.SIGTERM)
+    codes, said = running.ended()
+    step = one_step(said)
+    assert set(codes) == {0}
+    whole = sorted(
+        int(path.parent.name[5:]) for path in (running.folder / "root").glob("*/.metadata")
+    )
+    assert whole == [4, step]
+    assert {one["saved"] for one in said} == {step}
+
+
+def test_without_time_for_another_save_none_is_begun(start):
+    running = start(2, "with_checkpointer", every=4, shard_s=2.0, step_s=0.2, grace_s=3.0)
+    pids = running.pids()
+    running.wait_for_log(0, "step 4 saved")
+    os.kill(pids[0], signal.SIGTERM)
+    codes, said = running.ended()
+    step = one_step(said)
+    assert set(codes) == {0}
+    assert {one["saved"] for one in said} < set(range(4, step))
+    assert "none is begun" in running.log(0)
