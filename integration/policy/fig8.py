@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass
-from statistics import median
 
 from job import JobSpec
 from record import Goal, Grid, Paper, Raw, Result, Settings, megabytes, spread
@@ -46,7 +45,7 @@ def run(settings: Settings) -> Result:
         course = Course(steps=60, steps_per_epoch=20, mean_between_s=0.6)
     else:
         spec = SimSpec(state_bytes=100 * MB, iteration_s=0.06, update_s=0.006)
-        course = Course(steps=300, steps_per_epoch=75, mean_between_s=5.0)
+        course = Course(steps=300, steps_per_epoch=100, mean_between_s=5.0)
     raw = []
     for repeat in range(1, repeats + 1):
         for arm in ARMS:
@@ -56,11 +55,11 @@ def run(settings: Settings) -> Result:
     figures = _figures(raw)
     goals = [
         Goal(
-            "time of ours / of end of epoch, both interrupted",
-            median(figures["auto_over_epoch"]["values"]), 1,
-        ),
-        Goal("different final losses", len({run["final_loss"] for run in raw}), 1),
-    ]  # fmt: skip
+            f"{text}, ours / end of epoch, both interrupted",
+            figures[f"{key}_ratio"]["median"], 1,
+        )
+        for key, text in (("training_s", "time of training"), ("wall_s", "time with all restarts"))
+    ] + [Goal("different final losses", len({run["final_loss"] for run in raw}), 1)]  # fmt: skip
     config = {"spec": spec.fields(), "course": asdict(course)}
     return Result(
         "fig8", config, repeats, raw, figures, goals, PAPER, [_grid(spec, course, figures, raw)]
@@ -98,13 +97,19 @@ def _outcome(launches: list[Launch]) -> Raw:
     return {
         "wall_s": launches[-1].ended_s - launches[0].started_s,
         # without the starts of processes, which say more about Python than about saving
-        "training_s": sum((one.killed_s or one.ended_s) - one.loop_s for one in launches),
+        "training_s": sum(_training_s(one) for one in launches),
         "interruptions": len(launches) - 1,
         "iterations_done": done,
         "iterations_redone": done - launches[-1].last_step,
         "final_loss": launches[-1].final_loss,
         "launches": [one.fields() for one in launches],
     }
+
+
+def _training_s(launch: Launch) -> float:
+    end_s = launch.finished_s or launch.killed_s
+    assert end_s is not None
+    return end_s - launch.loop_s
 
 
 def _figures(raw: list[Raw]) -> Raw:
@@ -115,8 +120,9 @@ def _figures(raw: list[Raw]) -> Raw:
         }
         for arm in ARMS
     }
-    ours, epoch = figures["auto"]["wall_s"]["values"], figures["epoch"]["wall_s"]["values"]
-    figures["auto_over_epoch"] = spread([a / b for a, b in zip(ours, epoch, strict=True)])
+    for key in ("wall_s", "training_s"):
+        ours, epoch = figures["auto"][key]["values"], figures["epoch"][key]["values"]
+        figures[f"{key}_ratio"] = spread([a / b for a, b in zip(ours, epoch, strict=True)])
     return figures
 
 

@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -50,8 +50,8 @@ class Launch:
     others: list[list[dict[str, Any]]]  # the same of the other ranks
     killed_s: float | None
     ended_s: float  # the supervisor knows that it has ended
+    finished_s: float | None  # all steps are done, and saved what was under way
     final_loss: float | None
-    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def start_step(self) -> int:
@@ -74,8 +74,9 @@ class Launch:
             "killed_s": self.killed_s,
             "ended_s": self.ended_s,
             "final_loss": self.final_loss,
+            "finished_s": self.finished_s,
+            "steps_at_s": [line["at_s"] for line in self.steps],
             "interval_steps": [line["interval_steps"] for line in self.steps],
-            **self.extra,
         }
 
 
@@ -209,6 +210,7 @@ def _read(
         others=by_rank[1:],
         killed_s=killed_s,
         ended_s=ended_s,
+        finished_s=finished["at_s"] if finished else None,
         final_loss=finished["loss"] if finished else None,
     )
 
