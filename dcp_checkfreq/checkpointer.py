@@ -92,7 +92,7 @@ class Checkpointer:
             plain value. Restored plain values are put back into this mapping.
         max_overhead: share of training time that saving may cost (p).
         every: save at multiples of this step instead.
-        steps_per_epoch: of this job, if known: the profile is then at most 1 % of an epoch.
+        steps_per_epoch: of this job, if known: the profile is then about 1 % of an epoch.
         mtbf_s: mean time between failures of the whole job, if known: the interval is then the one
             of least expected waste, if that is longer than the budget asks for.
         snapshot: "auto": beside the training, in GPU memory or on the host, or "blocking" where
@@ -101,6 +101,7 @@ class Checkpointer:
         grace_s: how long after such a signal the job may go on.
         keep_last: published checkpoints of this history to keep.
         keep_every: also keep steps that are multiples of this.
+        keep_epochs: also keep the last checkpoint of every epoch, if ``steps_per_epoch`` is given.
         on_error: "log" goes on after a failed save, "raise" raises it, on all ranks at the same
             step.
         max_failures: this many failed saves in a row raise `TooManyFailures` in any case.
@@ -128,6 +129,7 @@ class Checkpointer:
         grace_s: float = 25.0,
         keep_last: int = 2,
         keep_every: int | None = None,
+        keep_epochs: bool = True,
         on_error: Literal["log", "raise"] = "log",
         max_failures: int = 3,
         threads: int = 2,
@@ -157,7 +159,11 @@ class Checkpointer:
             self._root,
             self._agree,
             self._run_id,
-            Retention(keep_last=keep_last, keep_every=keep_every),
+            Retention(
+                keep_last=keep_last,
+                keep_every=keep_every,
+                keep_epochs_of_steps=steps_per_epoch if keep_epochs else None,
+            ),
             threads=threads,
         )
         self._restorer = Restorer(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import os
-import posixpath
-from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -13,7 +11,6 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
-import fsspec
 import pyarrow as pa
 import pyarrow.dataset as ds
 import torch
@@ -21,6 +18,7 @@ from torch.utils.data import default_collate
 
 from dcp_checkfreq.data.augment import AugmentRng, SampleSeeds
 from dcp_checkfreq.data.lanes import DEFAULT_LANES, LANES_VERSION, LaneOrder, Run
+from dcp_checkfreq.data.locate import located, relative_names
 from dcp_checkfreq.data.order import SEQUENTIAL, Order
 from dcp_checkfreq.data.position import Last, OnMismatch, Share
 from dcp_checkfreq.data.reading import Counts, Maker, Raw, ReadingLoader
@@ -68,7 +66,7 @@ class ParquetSource:
             raise ValueError(f"lanes must be at least 1, got {lanes}")
         self.lanes = lanes
         self.columns = None if columns is None else list(columns)
-        found, filesystem = _located(paths, filesystem)
+        found, filesystem = located(paths, filesystem)
         self._dataset = ds.dataset(
             found, filesystem=filesystem, format="parquet", partitioning="hive"
         )
@@ -106,10 +104,9 @@ class ParquetSource:
 
         The same for a copy elsewhere. What is in the rows is not part of it.
         """
-        folder = posixpath.commonpath({posixpath.dirname(g.path) for g in self.row_groups})
+        names = relative_names([group.path for group in self.row_groups])
         digest = hashlib.sha256()
-        for group in self.row_groups:
-            name = posixpath.relpath(group.path, folder)
+        for name, group in zip(names, self.row_groups, strict=True):
             digest.update(f"{name}\0{group.number}\0{group.rows}\n".encode())
         return digest.hexdigest()
 
@@ -133,25 +130,6 @@ class ParquetSource:
                 f"{table.num_rows}",
             )
         return table
-
-
-def _located(paths: Any, filesystem: Any) -> tuple[str | list[str], Any]:
-    """Return paths as their file system knows them, and that."""
-    is_one = isinstance(paths, (str, os.PathLike))
-    found = [os.fspath(path) for path in ([paths] if is_one else paths)]
-    if not found:
-        raise ValueError("no paths were given")
-    twice = [path for path, times in Counter(found).items() if times > 1]
-    if twice:
-        raise ValueError(f"named more than once: {twice[:5]}")
-    if filesystem is None and any("://" in path for path in found):
-        located = [fsspec.core.url_to_fs(path) for path in found]
-        filesystem = located[0][0]
-        for path, (other, _) in zip(found, located, strict=True):
-            if other != filesystem:
-                raise ValueError(f"{path} is in another file system than {found[0]}")
-        found = [path for _, path in located]
-    return found[0] if is_one else found, filesystem
 
 
 def _rows_of_groups(fragment: Any) -> list[int]:
@@ -219,7 +197,7 @@ class ResumableParquetLoader(ReadingLoader):
         **dataloader_kwargs: Any,
     ) -> None:
         self.source = source
-        self._seed, self._shuffle = seed, shuffle
+        self._lanes = partial(_lanes_of, source, seed, shuffle)
         lanes = source.lanes if shuffle else 1
         is_ours = transform is None and collate_fn is None  # nothing that could draw numbers
         maker = Maker(
@@ -232,7 +210,7 @@ class ResumableParquetLoader(ReadingLoader):
             len(source),
             batch_size,
             maker,
-            partial(_RowGroups, source, seed, shuffle),
+            partial(_RowGroups, source, self._lanes, shuffle),
             lanes=lanes,
             order=f"lanes{lanes}-{LANES_VERSION}" if shuffle else SEQUENTIAL,
             seed=seed,
@@ -248,9 +226,9 @@ class ResumableParquetLoader(ReadingLoader):
 
     def completed_row_groups(self) -> list[RowGroup]:
         """Return the row groups whose rows were all handed out in this epoch, over all ranks."""
-        order = _lanes_of(self.source, self._seed, self._shuffle, self.epoch)
-        groups = zip(self.source.row_groups, order.consumed(self.samples), strict=True)
-        return [group for group, consumed in groups if consumed == group.rows]
+        consumed = self._lanes(self.epoch).consumed(self.samples)
+        groups = zip(self.source.row_groups, consumed, strict=True)
+        return [group for group, rows in groups if rows == group.rows]
 
 
 def as_tensors(table: pa.Table) -> dict[str, Any]:
@@ -307,9 +285,16 @@ class _Held:
 class _RowGroups:
     """Reads batches. Holds, for each lane that this rank meets, the row group that it is in."""
 
-    def __init__(self, source: ParquetSource, seed: int, shuffle: bool, counts: Counts) -> None:
+    def __init__(
+        self,
+        source: ParquetSource,
+        lanes_of: Callable[[int], LaneOrder],
+        shuffle: bool,
+        counts: Counts,
+    ) -> None:
         self._source = source
-        self._seed, self._shuffle = seed, shuffle
+        self._lanes_of = lanes_of
+        self._shuffle = shuffle
         self._counts = counts
         self._first_rows = list(accumulate(source.sizes, initial=0))
         self._epochs: dict[int, LaneOrder] = {}
@@ -339,7 +324,7 @@ class _RowGroups:
                 )
             keys.append((epoch, numbers))
         self._forget()
-        self._counts.used += len(slots)
+        self._counts.add(used=len(slots))
         table = pa.concat_tables(tables)
         at = [0] * len(slots)
         for row, slot in enumerate(slots):
@@ -352,7 +337,7 @@ class _RowGroups:
             # A batch may straddle epochs, and end with rows of the first one.
             for old in [e for e in self._epochs if e < epoch - 1]:
                 del self._epochs[old]
-            self._epochs[epoch] = _lanes_of(self._source, self._seed, self._shuffle, epoch)
+            self._epochs[epoch] = self._lanes_of(epoch)
         return self._epochs[epoch]
 
     def _fetch(self, epoch: int, runs: list[Run]) -> None:
@@ -362,8 +347,7 @@ class _RowGroups:
             missing, self._pool.map(lambda piece: self._read(epoch, piece), missing), strict=True
         ):
             self._held[epoch, piece] = held
-            self._counts.pieces += 1
-            self._counts.items += held.table.num_rows
+            self._counts.add(pieces=1, items=held.table.num_rows)
 
     def _read(self, epoch: int, piece: int) -> _Held:
         table = self._source.read(piece)

@@ -8,6 +8,7 @@ and collate it.
 from __future__ import annotations
 
 import logging
+import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -66,14 +67,21 @@ class ReadStats:
 
 
 class Counts:
-    """The same, while it grows. Only the reading thread writes."""
+    """The same, while it grows. For any thread."""
 
     def __init__(self) -> None:
-        self.pieces = self.items = self.used = 0
+        self._lock = threading.Lock()
+        self._now = ReadStats()
+
+    def add(self, *, pieces: int = 0, items: int = 0, used: int = 0) -> None:
+        """Count what was read or used."""
+        with self._lock:
+            now = self._now
+            self._now = ReadStats(now.pieces + pieces, now.items + items, now.used + used)
 
     def now(self) -> ReadStats:
         """Return what they are now."""
-        return ReadStats(self.pieces, self.items, self.used)
+        return self._now
 
 
 class Reader(Protocol):

@@ -168,17 +168,14 @@ class TarReader:
 
     def scan(self, file: IO[bytes]) -> Layout:
         """Count the samples; reads headers, not contents, if the file can seek."""
-        samples, marks, key, end = 0, [], None, 0
-        for member in _members(file):
-            end = member.offset_data + member.size
-            found = _key_of(member)[0]
-            if found != key:
-                if samples % MARK_EVERY == 0:
-                    marks.append(member.offset)
-                samples, key = samples + 1, found
-        size = file.seek(0, 2)
-        if end > size:  # tarfile takes a file that is cut short for a whole one
-            raise tarfile.ReadError(f"cut short: {size} bytes, its last file ends at {end}")
+        samples, marks, key = 0, [], None
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in _files(tar):
+                found, _ = _key_of(member)
+                if found != key:
+                    if samples % MARK_EVERY == 0:
+                        marks.append(member.offset)
+                    samples, key = samples + 1, found
         return Layout(samples, tuple(marks))
 
     def read(self, file: IO[bytes], start: int, marks: tuple[int, ...]) -> Iterator[dict[str, Any]]:
@@ -186,42 +183,35 @@ class TarReader:
         passed = seek_mark(file, start, marks)
         sample: dict[str, Any] = {}
         key = None
-        for member in _members(file):
-            found, extension = _key_of(member)
-            if found != key:
-                if sample:
-                    yield sample
-                if key is not None and passed:
-                    passed -= 1
-                key, sample = found, {}
-            if not passed:
-                sample["__key__"] = found
-                sample[extension] = _content(file, member)
-        if sample:
-            yield sample
+        with tarfile.open(fileobj=file, mode="r:") as tar:
+            for member in _files(tar):
+                found, extension = _key_of(member)
+                if found != key:
+                    if sample:
+                        yield sample
+                    if key is not None and passed:
+                        passed -= 1
+                    key, sample = found, {}
+                if not passed:
+                    content = tar.extractfile(member)
+                    assert content is not None  # it is a regular file
+                    sample["__key__"] = found
+                    sample[extension] = content.read()
+            if sample:
+                yield sample
 
     def decode(self, sample: dict[str, Any]) -> dict[str, Any]:
         """Return the sample: bytes are for a transform to decode."""
         return sample
 
 
-def _members(file: IO[bytes]) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files of a tar from where ``file`` is."""
-    with tarfile.open(fileobj=file, mode="r:") as tar:
-        while (member := tar.next()) is not None:
-            # Else it would keep a record of each file that it has seen.
-            tar.members = []  # type: ignore[attr-defined]
-            if member.isfile():
-                yield member
-
-
-def _content(file: IO[bytes], member: tarfile.TarInfo) -> bytes:
-    """Return the bytes of a file. `tarfile` seeks to where it goes on by itself."""
-    file.seek(member.offset_data)
-    data = file.read(member.size)
-    if len(data) != member.size:
-        raise tarfile.ReadError(f"{member.name} is cut short: {len(data)} of {member.size} bytes")
-    return data
+def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
+    """Yield the regular files that come next."""
+    while (member := tar.next()) is not None:
+        # Else it would keep a record of each file that it has seen.
+        tar.members = []  # type: ignore[attr-defined]
+        if member.isfile():
+            yield member
 
 
 def _key_of(member: tarfile.TarInfo) -> tuple[str, str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -37,10 +39,18 @@ def copy_tensors(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor
     if len(shares) == 1:
         _move(shares[0])
     else:
-        with ThreadPoolExecutor(_THREADS, thread_name_prefix="checkfreq-copy") as pool:
-            for job in [pool.submit(_move, share) for share in shares]:
-                job.result()
+        for job in [_threads().submit(_move, share) for share in shares]:
+            job.result()
     return queued
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Return threads that stay: starting one waits for it to run, while training is to go on."""
+    return ThreadPoolExecutor(_THREADS, thread_name_prefix="checkfreq-copy")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not live on in a child
 
 
 def _cut(target: int, source: int, size: int) -> Iterator[Span]:

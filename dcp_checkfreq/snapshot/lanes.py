@@ -7,8 +7,10 @@ started, as long as the tensors do not change before `before_update` has been ca
 from __future__ import annotations
 
 import functools
+import os
 import threading
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 import torch
@@ -17,6 +19,8 @@ from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.errors import SnapshotFailed
 from dcp_checkfreq.format.torch_private import version_of
 from dcp_checkfreq.snapshot.copies import copy_tensors
+
+_MOST_COPIES = 4  # of different writers at the same time; more wait
 
 Copy = tuple[str, torch.Tensor, torch.Tensor]  # name for errors, source, target
 
@@ -69,6 +73,15 @@ class _Watched:
                     )
 
 
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    """Return threads that stay: starting one waits for it to run, while training is to go on."""
+    return ThreadPoolExecutor(_MOST_COPIES, thread_name_prefix="checkfreq-snapshot")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not live on in a child
+
+
 class _ThreadCopy:
     """Copies host memory in a background thread; an update has to wait for its end."""
 
@@ -79,7 +92,7 @@ class _ThreadCopy:
         self._error: BaseException | None = None
         self._done = threading.Event()
         self.seconds_s = 0.0
-        threading.Thread(target=self._run, name="checkfreq-snapshot", daemon=True).start()
+        _threads().submit(self._run)
 
     def _run(self) -> None:
         started_s = self._clock.monotonic_s()

@@ -196,7 +196,6 @@ class Stager:
         copies: dict[bool, list[Copy]] = {True: [], False: []}
         for memory, item in items:
             copies[item.overlaps].append((item.found.path, item.found.local, places[memory]))
-        leases.lanes += start_overlapped(copies[True], self._clock)
         begun_s = self._clock.monotonic_s()
         leases.lanes += copy_at_once(copies[False])
         leases.at_once_s = self._clock.monotonic_s() - begun_s
@@ -219,6 +218,8 @@ class Stager:
 
         staged = _Staged({key: rebuilt(value) for key, value in state.items()})
         leases.host.tensors = parts.used
+        # Last: a thread that copies would be in the way of all of the above.
+        leases.lanes += start_overlapped(copies[True], self._clock)
         return staged
 
     @property

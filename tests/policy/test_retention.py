@@ -7,7 +7,12 @@ from hypothesis import strategies as st
 from dcp_checkfreq.policy.retention import Retention, select_expired
 
 STEPS = st.sets(st.integers(0, 500), max_size=30)
-RULES = st.builds(Retention, keep_last=st.integers(1, 6), keep_every=st.none() | st.integers(1, 60))
+RULES = st.builds(
+    Retention,
+    keep_last=st.integers(1, 6),
+    keep_every=st.none() | st.integers(1, 60),
+    keep_epochs_of_steps=st.none() | st.integers(1, 60),
+)
 
 
 @given(steps=STEPS, rule=RULES)
@@ -26,10 +31,15 @@ def test_the_last_ones_stay_and_only_what_is_there_goes(steps, rule):
 
 
 @given(steps=STEPS, rule=RULES)
-def test_multiples_that_are_to_be_kept_stay_and_nothing_else_does(steps, rule):
+def test_multiples_and_ends_of_epochs_stay_and_nothing_else_does(steps, rule):
     kept = steps - set(select_expired(steps, rule))
     multiples = {step for step in steps if rule.keep_every and step % rule.keep_every == 0}
-    assert kept == multiples | set(sorted(steps)[-rule.keep_last :])
+    ends = set()
+    if epoch := rule.keep_epochs_of_steps:
+        for number in range(-1, 501 // epoch + 1):
+            of_epoch = steps.intersection(range(number * epoch + 1, (number + 1) * epoch + 1))
+            ends |= {max(of_epoch)} if of_epoch else set()
+    assert kept == multiples | ends | set(sorted(steps)[-rule.keep_last :])
 
 
 @given(steps=STEPS, rule=RULES)
@@ -50,11 +60,17 @@ def test_the_order_given_does_not_matter_and_the_oldest_go_first(steps, rule):
     assert expired == select_expired(sorted(steps, reverse=True), rule)
 
 
+def test_the_last_checkpoint_of_an_epoch_is_the_one_at_or_before_its_end():
+    rule = Retention(keep_last=1, keep_epochs_of_steps=100)
+    assert select_expired([60, 99, 101, 160, 200, 230, 260], rule) == [60, 101, 160, 230]
+
+
 def test_the_default_keeps_two():
     assert select_expired([100, 200, 300, 400], Retention()) == [100, 200]
 
 
-@pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": -1}, {"keep_every": 0}])
+@pytest.mark.parametrize("options", [{"keep_last": 0}, {"keep_last": -1}, {"keep_every": 0},
+                                     {"keep_epochs_of_steps": 0}])  # fmt: skip
 def test_a_rule_that_keeps_nothing_is_refused(options):
     with pytest.raises(ValueError, match="at least 1"):
         Retention(**options)

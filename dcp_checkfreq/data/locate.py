@@ -1,0 +1,44 @@
+"""Where the files of a data set are: local paths, fsspec URLs, or paths of a file system."""
+
+from __future__ import annotations
+
+import os
+import posixpath
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import fsspec
+
+
+def located(paths: Any, filesystem: Any) -> tuple[str | list[str], Any]:
+    """Return paths as their file system knows them, and that file system.
+
+    Args:
+        paths: one or several. One is returned as one.
+        filesystem: that knows the paths as they are; None: fsspec finds it, if there are URLs.
+
+    Raises:
+        ValueError: there is no path, one is named twice, or they are in several file systems.
+    """
+    is_one = isinstance(paths, (str, os.PathLike))
+    found = [os.fspath(path) for path in ([paths] if is_one else paths)]
+    if not found:
+        raise ValueError("no paths were given")
+    twice = [path for path, times in Counter(found).items() if times > 1]
+    if twice:
+        raise ValueError(f"named more than once: {twice[:5]}")
+    if filesystem is None and any("://" in path for path in found):
+        located = [fsspec.core.url_to_fs(path) for path in found]
+        filesystem = located[0][0]
+        for path, (other, _) in zip(found, located, strict=True):
+            if other != filesystem:
+                raise ValueError(f"{path} is in another file system than {found[0]}")
+        found = [path for _, path in located]
+    return found[0] if is_one else found, filesystem
+
+
+def relative_names(paths: Sequence[str]) -> list[str]:
+    """Return the names of files in the innermost folder that holds all of them."""
+    folder = posixpath.commonpath({posixpath.dirname(path) for path in paths})
+    return [posixpath.relpath(path, folder) for path in paths]
