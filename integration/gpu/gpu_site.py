@@ -203,13 +203,13 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 def differing(want: Any, got: Any) -> list[str]:
     """Return the paths whose tensors are not the same, bit for bit."""
     wanted, found = flat(want), flat(got)
-    paths = sorted(wanted.keys() ^ found.keys())
+    paths = list(wanted.keys() ^ found.keys())
     for path in wanted.keys() & found.keys():
         one, other = wanted[path], found[path]
         same = one.dtype == other.dtype and one.shape == other.shape
         if not same or not torch.equal(bits(one), bits(other).to(one.device)):
             paths.append(path)
-    return paths
+    return sorted(paths)
 
 
 def must_equal(want: Any, got: Any, what: str) -> None:
