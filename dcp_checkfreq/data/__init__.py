@@ -20,8 +20,17 @@ if TYPE_CHECKING:
     from dcp_checkfreq.data.dali_reader import ResumableDALIReader as ResumableDALIReader
     from dcp_checkfreq.data.dali_reader import check_native_reader as check_native_reader
     from dcp_checkfreq.data.loader import ResumableLoader as ResumableLoader
+    from dcp_checkfreq.data.parquet import ParquetSource as ParquetSource
+    from dcp_checkfreq.data.parquet import ResumableParquetLoader as ResumableParquetLoader
     from dcp_checkfreq.data.rng import RNGState as RNGState
     from dcp_checkfreq.data.rng import seed_everything as seed_everything
+    from dcp_checkfreq.data.shard_readers import JsonLinesReader as JsonLinesReader
+    from dcp_checkfreq.data.shard_readers import Layout as Layout
+    from dcp_checkfreq.data.shard_readers import NpyReader as NpyReader
+    from dcp_checkfreq.data.shard_readers import ShardReader as ShardReader
+    from dcp_checkfreq.data.shard_readers import TarReader as TarReader
+    from dcp_checkfreq.data.shard_source import ShardSource as ShardSource
+    from dcp_checkfreq.data.streams import ResumableStreamLoader as ResumableStreamLoader
     from dcp_checkfreq.data.wrap import ResumableIterator as ResumableIterator
     from dcp_checkfreq.errors import DataStateError as DataStateError
 
@@ -31,12 +40,21 @@ _HOMES: dict[str, str] = {
     "DataStateError": "errors",
     "Fallback": "data.cache_stats",
     "FileCache": "data.cache",
+    "JsonLinesReader": "data.shard_readers",
+    "Layout": "data.shard_readers",
+    "NpyReader": "data.shard_readers",
+    "ParquetSource": "data.parquet",
     "RNGState": "data.rng",
     "ResumableBatchSampler": "data.batch_sampler",
     "ResumableDALILoader": "data.dali",
     "ResumableDALIReader": "data.dali_reader",
     "ResumableIterator": "data.wrap",
     "ResumableLoader": "data.loader",
+    "ResumableParquetLoader": "data.parquet",
+    "ResumableStreamLoader": "data.streams",
+    "ShardReader": "data.shard_readers",
+    "ShardSource": "data.shard_source",
+    "TarReader": "data.shard_readers",
     "check_native_reader": "data.dali_reader",
     "sample_rng": "data.augment",
     "seed_everything": "data.rng",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import posixpath
 from collections import Counter
@@ -9,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import fsspec
+from fsspec.implementations.memory import MemoryFileSystem
 
 
 def located(paths: Any, filesystem: Any) -> tuple[str | list[str], Any]:
@@ -35,7 +37,17 @@ def located(paths: Any, filesystem: Any) -> tuple[str | list[str], Any]:
             if other != filesystem:
                 raise ValueError(f"{path} is in another file system than {found[0]}")
         found = [path for _, path in located]
+    if isinstance(filesystem, MemoryFileSystem):
+        filesystem = _OwnPositions()
     return found[0] if is_one else found, filesystem
+
+
+class _OwnPositions(MemoryFileSystem):  # type: ignore[misc]
+    """The same files in memory. fsspec's own gives one open file, and position, to all readers."""
+
+    def _open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
+        file = super()._open(path, mode, *args, **kwargs)
+        return io.BytesIO(file.getvalue()) if mode == "rb" else file
 
 
 def relative_names(paths: Sequence[str]) -> list[str]:

@@ -79,8 +79,8 @@ class Counts:
             now = self._now
             self._now = ReadStats(now.pieces + pieces, now.items + items, now.used + used)
 
-    def now(self) -> ReadStats:
-        """Return what they are now."""
+    def so_far(self) -> ReadStats:
+        """Return what they are by now."""
         return self._now
 
 
@@ -207,7 +207,7 @@ class ReadingLoader:
     @property
     def read_stats(self) -> ReadStats:
         """What this rank has read, and how much of it was used."""
-        return self._counts.now()
+        return self._counts.so_far()
 
     def __len__(self) -> int:
         """Return how many batches are left of this epoch."""

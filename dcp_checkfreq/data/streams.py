@@ -197,17 +197,14 @@ class _Shards:
 
     def _enter(self, epoch: int, order: LaneOrder, by_lane: dict[int, list[Run]]) -> None:
         """Read the window that each lane needs first, several at once: at a start all do."""
-        calls = [
-            (self._lanes[number], runs[0].piece, runs[0].places[0])
-            for number, runs in by_lane.items()
+        first = [(self._lanes[number], runs[0]) for number, runs in by_lane.items()]
+        needed = [
+            (lane, run.piece, run.places[0])
+            for lane, run in first
+            if not lane.is_in(epoch, order, run.piece, run.places[0])
         ]
-        waiting = [
-            self._pool.submit(lane.enter, epoch, order, shard, place)
-            for lane, shard, place in calls
-            if not lane.is_in(epoch, order, shard, place)
-        ]
-        for job in waiting:
-            job.result()
+        # `map` keeps no future: its error would hold the frames that hold it, workers and all.
+        deque(self._pool.map(lambda call: call[0].enter(epoch, order, *call[1:]), needed), maxlen=0)
 
 
 class _Lane:
