@@ -11,15 +11,17 @@ from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import default_collate
 
 from dcp_checkfreq.data.augment import AugmentRng, SampleSeeds
 from dcp_checkfreq.data.lanes import DEFAULT_LANES, LANES_VERSION, LaneOrder, Run
 from dcp_checkfreq.data.locate import located, relative_names
-from dcp_checkfreq.data.order import SEQUENTIAL, Order
+from dcp_checkfreq.data.order import SEQUENTIAL
 from dcp_checkfreq.data.position import Last, OnMismatch, Share
 from dcp_checkfreq.data.reading import Counts, Maker, Raw, ReadingLoader
 from dcp_checkfreq.errors import DataStateError
@@ -232,28 +234,45 @@ class ResumableParquetLoader(ReadingLoader):
 
 
 def as_tensors(table: pa.Table) -> dict[str, Any]:
-    """Return numbers and booleans as tensors of shape [rows], everything else as lists.
+    """Return each column by name.
+
+    Numbers and booleans are tensors [rows], lists of them of one fixed size [rows, size];
+    everything else is a list of Python values.
 
     Raises:
         ValueError: a column of numbers has nulls.
     """
     return {
-        name: _as_tensor(name, column)
+        name: _as_tensor(name, column.combine_chunks())
         for name, column in zip(table.column_names, table.columns, strict=True)
     }
 
 
-def _as_tensor(name: str, column: pa.ChunkedArray) -> Any:
-    kind = column.type
-    if not (pa.types.is_integer(kind) or pa.types.is_floating(kind) or pa.types.is_boolean(kind)):
+def _as_tensor(name: str, column: Any) -> Any:
+    if pa.types.is_fixed_size_list(column.type) and _is_number(column.type.value_type):
+        inner = _as_tensor(name, column.flatten())
+        # a null list has no values, so it shows in the count
+        if len(inner) == len(column) * column.type.list_size:
+            return inner.reshape(len(column), column.type.list_size)
+        raise _has_nulls(name, column)
+    if not _is_number(column.type):
         return column.to_pylist()
     if column.null_count:
-        raise ValueError(
-            f"column {name!r} has {column.null_count} nulls in this batch, which no tensor can "
-            "hold: pass a collate_fn or a transform"
-        )
-    values = column.to_numpy()
+        raise _has_nulls(name, column)
+    values = column.to_numpy(zero_copy_only=False)
     return torch.from_numpy(values if values.flags.writeable else values.copy())
+
+
+def _is_number(kind: pa.DataType) -> bool:
+    is_kind = (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean)
+    return any(check(kind) for check in is_kind)
+
+
+def _has_nulls(name: str, column: Any) -> ValueError:
+    return ValueError(
+        f"column {name!r} has {column.null_count} nulls in this batch, which no tensor can hold: "
+        "pass a collate_fn or a transform"
+    )
 
 
 def _rows_of(table: pa.Table) -> list[dict[str, Any]]:
@@ -270,8 +289,7 @@ class _Held:
     """A row group in memory, its rows in the order of the epoch."""
 
     table: pa.Table
-    order: Order
-    first_row: int  # of the row group, in the data set
+    items: NDArray[np.int64]  # number in the data set, of each row of the table
 
     def rows(self, places: range) -> pa.Table:
         if places.step == 1:
@@ -279,7 +297,8 @@ class _Held:
         return self.table.take(pa.array(places))
 
     def numbers(self, places: range) -> list[int]:
-        return [self.first_row + row for row in self.order.at(places)]
+        numbers: list[int] = self.items[places.start : places.stop : places.step].tolist()
+        return numbers
 
 
 class _RowGroups:
@@ -352,9 +371,10 @@ class _RowGroups:
     def _read(self, epoch: int, piece: int) -> _Held:
         table = self._source.read(piece)
         order = self._epochs[epoch].within(piece, range(table.num_rows))
+        rows = order.array(np.arange(table.num_rows))
         if self._shuffle:
-            table = table.take(pa.array(order.at(range(table.num_rows))))
-        return _Held(table.combine_chunks(), order, self._first_rows[piece])
+            table = table.take(pa.array(rows))
+        return _Held(table.combine_chunks(), rows + self._first_rows[piece])
 
     def _forget(self) -> None:
         """Let go of row groups that no lane is in any more."""

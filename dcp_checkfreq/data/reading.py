@@ -292,7 +292,7 @@ class _Iterator:
         except BaseException as error:
             # The batches that follow would no longer be those that are counted.
             self._cursor.begin()
-            self._batches = None
+            self._batches = iter(())
             self._on_failure()
             if isinstance(error, StopIteration):  # would end the epoch without a word
                 raise RuntimeError("a transform raised StopIteration") from error

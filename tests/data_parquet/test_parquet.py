@@ -112,6 +112,12 @@ def test_what_was_read_ahead_is_not_counted(source, workers, ahead):
     assert once(first + ids_of(again))
 
 
+def test_workers_may_be_spawned(source):
+    options = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    loader = ResumableParquetLoader(source, 60, transform=draws, collate_fn=list, **options)
+    assert once([sample[0] for sample in flat(loader)])
+
+
 def test_a_loop_that_is_left_and_begun_again_goes_on(source):
     loader = ResumableParquetLoader(source, 10, num_workers=2)
     found = flat(ids_of(loader, 4) for _ in range(3)) + ids_of(loader)
@@ -325,10 +331,22 @@ def test_a_collate_function_gets_the_rows_as_a_table(source, workers):
     assert table.nbytes < 1000  # not the row groups that the rows came from
 
 
+def test_lists_of_one_size_are_rows_of_a_tensor():
+    pairs = pa.array([[i, i + 1] for i in range(6)], pa.list_(pa.int32(), 2))
+    table = pa.concat_tables([pa.table({"x": pairs[:2]}), pa.table({"x": pairs[3:]})])
+    batch = as_tensors(table)["x"]
+    assert batch.dtype == torch.int32
+    assert batch.tolist() == [[0, 1], [1, 2], [3, 4], [4, 5], [5, 6]]
+    assert as_tensors(pa.table({"x": [[1, 2], [3]]})) == {"x": [[1, 2], [3]]}
+
+
 def test_numbers_with_nulls_are_told_by_name():
     table = pa.table({"x": pa.array([1, None, None])})
     with pytest.raises(ValueError, match="column 'x' has 2 nulls"):
         as_tensors(table)
+    pairs = pa.array([[1.5, 2], None], pa.list_(pa.float32(), 2))
+    with pytest.raises(ValueError, match="column 'y' has 1 nulls"):
+        as_tensors(pa.table({"y": pairs}))
     assert as_tensors(pa.table({"x": pa.array(["a", None])})) == {"x": ["a", None]}
 
 
@@ -424,9 +442,11 @@ def test_a_transform_that_fails_raises_and_the_epoch_can_be_gone_on_with(source,
     loader = ResumableParquetLoader(
         source, 10, transform=transform, collate_fn=list, num_workers=workers
     )
-    found = []
+    found, live = [], iter(loader)
     with pytest.raises(ZeroDivisionError, match="at 100"):
-        found.extend(i for batch in loader for i in batch)
+        found.extend(i for batch in live for i in batch)
+    with pytest.raises(RuntimeError, match="stale"):  # and no silent end of the epoch
+        next(live)
     flag.touch()
     assert once(found + flat(loader))
 

@@ -110,6 +110,12 @@ def test_what_was_read_ahead_is_not_counted(source, workers, ahead):
     assert once(first + take(again))
 
 
+def test_workers_may_be_spawned(tmp_path):
+    source = source_of(tmp_path, "jsonl")
+    options = {"num_workers": 1, "multiprocessing_context": "spawn"}
+    assert once(sample["id"] for sample in take(loader_of(source, 60, **options)))
+
+
 def test_a_loop_that_is_left_and_begun_again_goes_on(source):
     loader = loader_of(source, num_workers=2)
     found = [i for _ in range(3) for i in take(loader, 4)] + take(loader)
