@@ -52,7 +52,7 @@ class Scale:
     seeds: int
 
 
-FULL = Scale(files=None, epochs=12, batch_size=32, save_every=10, life_steps=25, seeds=5)
+FULL = Scale(files=None, epochs=6, batch_size=16, save_every=10, life_steps=18, seeds=5)
 QUICK = Scale(files=200, epochs=2, batch_size=16, save_every=3, life_steps=7, seeds=1)
 
 
