@@ -45,7 +45,7 @@ def run(settings: Settings) -> Result:
         course = Course(steps=60, steps_per_epoch=20, mean_between_s=0.6)
     else:
         spec = SimSpec(state_bytes=100 * MB, iteration_s=0.06, update_s=0.006)
-        course = Course(steps=300, steps_per_epoch=100, mean_between_s=5.0)
+        course = Course(steps=300, steps_per_epoch=80, mean_between_s=6.0)
     raw = []
     for repeat in range(1, repeats + 1):
         for arm in ARMS:
