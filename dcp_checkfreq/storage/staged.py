@@ -1,0 +1,266 @@
+"""A fast local disk in front of a slow storage. What counts is what is on the slow side.
+
+Shards are written and synced on the local disk, so that the memory they came from is free again;
+then they are copied to the slow side as plain streams. Whatever else is asked is asked of the slow
+side, but for reads of shards that still lie here.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+
+import xxhash
+
+from dcp_checkfreq.format import names
+from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, huge_buffer
+from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.mount import MountTier
+from dcp_checkfreq.storage.staging_area import StagingArea, note_of
+from dcp_checkfreq.storage.tier import Entry, RangeReader, Tier
+
+StagingDir = str | os.PathLike[str] | Tier
+
+
+class StagedTier:
+    """A root, or the folder of one checkpoint in it, with its local disk. See `Tier`.
+
+    Args:
+        slow: where checkpoints are published.
+        area: the local folder of the root.
+        folder: name of the checkpoint's folder; None: this is the root.
+    """
+
+    def __init__(self, slow: Tier, area: StagingArea, folder: str | None = None) -> None:
+        self.slow = slow
+        self.area = area
+        self._folder = folder
+
+    def __repr__(self) -> str:
+        return f"StagedTier({self.slow!r}, {self.area.local!r})"
+
+    @property
+    def location(self) -> str:
+        """Where the slow side is."""
+        return self.slow.location
+
+    @property
+    def name(self) -> str:
+        """Name of the checkpoint's folder."""
+        assert self._folder is not None, "this is the root"
+        return self._folder
+
+    @property
+    def local(self) -> Tier:
+        """The local folder of this checkpoint."""
+        return self.area.folder(self.name)
+
+    def child(self, name: str) -> Tier:
+        """Return the tier of a folder inside this one; only checkpoints have a local side."""
+        if self._folder is not None or name == names.RUN_FOLDER:
+            return self.slow.child(name)
+        return StagedTier(self.slow.child(name), self.area, name)
+
+    # --- the local side ---
+
+    def stage(self, name: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
+        """Write a shard to the local disk; like `Tier.write_shard`, but there."""
+        self.local.write_shard(name, pieces, size_bytes)
+
+    def commit_locally(self, record: bytes, on_slow_side: Iterable[str]) -> None:
+        """Keep the commit record here, so that this save can be finished after a crash.
+
+        Every shard that it names is durable on its node, or one of ``on_slow_side``, which are
+        complete there.
+        """
+        self.local.make()
+        for shard in on_slow_side:
+            self._note(shard)
+        scratch = names.scratch_metadata(names.new_attempt())
+        self.local.replace(names.METADATA, record, scratch=scratch)
+
+    def upload(
+        self, shards: Sequence[str], *, threads: int, stop: threading.Event | None = None
+    ) -> None:
+        """Copy shards from the local disk to the slow side; on return they are durable there.
+
+        Raises:
+            OSError: of either side. What was being copied was removed from the slow side.
+            InterruptedError: ``stop`` was set.
+        """
+        stop = stop or threading.Event()
+        if not shards:
+            return
+        self.slow.make()
+        if len(shards) == 1:
+            self._copy(shards[0], stop)
+        else:
+            with ThreadPoolExecutor(threads, thread_name_prefix="checkfreq-upload") as pool:
+                running = [pool.submit(self._copy, shard, stop) for shard in shards]
+                try:
+                    for job in running:
+                        job.result()
+                except BaseException:
+                    stop.set()
+                    raise
+        self.slow.sync()
+        for shard in shards:
+            self._note(shard)
+
+    def _copy(self, shard: str, stop: threading.Event) -> None:
+        reader = self.local.open(shard)
+        try:
+            self.slow.write_shard(shard, _pieces_of(reader, stop), reader.size_bytes)
+        finally:
+            reader.close()
+
+    def _note(self, shard: str) -> None:
+        note = note_of(shard)
+        self.local.replace(note, b"", scratch=f"{note}.{names.new_attempt()}")
+
+    def forget_upload(self, shards: Iterable[str]) -> None:
+        """Remove shards from the slow side, and the notes that they are there."""
+        for shard in shards:
+            self.local.delete(note_of(shard))
+        for shard in shards:
+            self.slow.delete(shard)
+
+    # --- the slow side ---
+
+    def make(self) -> None:
+        """Make the folder on the slow side."""
+        self.slow.make()
+
+    def list(self) -> list[Entry]:
+        """Return what is on the slow side."""
+        return self.slow.list()
+
+    def size(self, name: str) -> int:
+        """Return the size of a file on the slow side."""
+        return self.slow.size(name)
+
+    def read(self, name: str) -> bytes:
+        """Return the content of a small file on the slow side."""
+        return self.slow.read(name)
+
+    def open(self, name: str) -> RangeReader:
+        """Open a shard: the local copy if there is one, else that of the slow side.
+
+        Names of shards are given once, so a copy of that name holds the same bytes.
+        """
+        if self._folder is not None and names.parse_shard(name):
+            try:
+                return self.local.open(name)
+            except OSError:  # a cache that fails is no cache
+                pass
+        return self.slow.open(name)
+
+    def write_shard(self, name: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
+        """Write a new file to the slow side, straight from memory."""
+        self.slow.write_shard(name, pieces, size_bytes)
+
+    def sync(self) -> None:
+        """Make names durable on the slow side."""
+        self.slow.sync()
+
+    def create(self, name: str, data: bytes, *, scratch: str) -> None:
+        """Create a file on the slow side."""
+        self.slow.create(name, data, scratch=scratch)
+
+    def replace(self, name: str, data: bytes, *, scratch: str) -> None:
+        """Replace a file on the slow side."""
+        self.slow.replace(name, data, scratch=scratch)
+
+    def delete(self, name: str) -> None:
+        """Remove a file from the slow side."""
+        self.slow.delete(name)
+
+    def remove(self) -> None:
+        """Remove the folder from the slow side if it is empty."""
+        self.slow.remove()
+
+
+class Upload:
+    """This rank's shards on their way to the slow side, in a thread. Close it when done."""
+
+    def __init__(self, folder: StagedTier, shards: Sequence[str], *, threads: int) -> None:
+        self._stop = threading.Event()
+        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkfreq-uploading")
+        self._running: Future[None] = self._pool.submit(
+            folder.upload, shards, threads=threads, stop=self._stop
+        )
+
+    def wait(self, at_most_s: float) -> bool:
+        """Return whether it has ended; then `problem` is known."""
+        return bool(wait([self._running], at_most_s).done)
+
+    def problem(self) -> BaseException | None:
+        """Return why it failed; None: the shards are durable on the slow side."""
+        return self._running.exception()
+
+    def close(self) -> None:
+        """Stop it if it is under way, and wait for its end. May be called twice."""
+        self._stop.set()
+        self._pool.shutdown(wait=True)
+
+
+def _pieces_of(reader: RangeReader, stop: threading.Event) -> Iterator[memoryview]:
+    """Yield a file piece by piece, each in memory of its own: the tier may keep some for a while.
+
+    How many are alive at once is the tier's affair; it says so in its own bounds.
+    """
+    for start in range(0, reader.size_bytes, BOUNCE_BYTES):
+        if stop.is_set():
+            raise InterruptedError(errno.EINTR, "the upload was stopped")
+        size_bytes = min(BOUNCE_BYTES, reader.size_bytes - start)
+        piece = huge_buffer(size_bytes)
+        reader.read_into(start, piece)
+        yield piece
+
+
+def staged_root(
+    root: Tier, staging_dir: StagingDir, *, limit_bytes: int | None = None
+) -> StagedTier:
+    """Return a root with its local disk; touches nothing.
+
+    Args:
+        root: where checkpoints are published.
+        staging_dir: folder on a local disk, which other roots may use as well.
+        limit_bytes: see `StagingArea`.
+    """
+    if isinstance(root, StagedTier):
+        return root
+    return StagedTier(_as_volume(root), _area_of(root.location, staging_dir, limit_bytes))
+
+
+def staged_folder(
+    folder: Tier, staging_dir: StagingDir, *, limit_bytes: int | None = None
+) -> StagedTier:
+    """Return the folder of a checkpoint with its local disk, as a child of `staged_root` is."""
+    if isinstance(folder, StagedTier):
+        return folder
+    root, _, name = folder.location.rstrip("/").rpartition("/")
+    return StagedTier(_as_volume(folder), _area_of(root, staging_dir, limit_bytes), name)
+
+
+def _area_of(location: str, staging_dir: StagingDir, limit_bytes: int | None) -> StagingArea:
+    if limit_bytes is not None and limit_bytes < 1:
+        raise ValueError(f"staging_bytes must be at least 1, got {limit_bytes}")
+    disk = staging_dir if isinstance(staging_dir, Tier) else LocalTier(staging_dir)
+    return StagingArea(disk.child(_key_of(location)), limit_bytes=limit_bytes)
+
+
+def _as_volume(tier: Tier) -> Tier:
+    """Return a mounted folder as one that may be able to do little more than take streams."""
+    return MountTier(tier.location) if type(tier) is LocalTier else tier
+
+
+def _key_of(location: str) -> str:
+    """Return the folder name of a root in a staging folder: readable, and unlike all others."""
+    location = location.rstrip("/")
+    readable = re.sub(r"[^A-Za-z0-9._-]+", "-", location.rpartition("/")[2])[:40].strip(".-")
+    return f"{readable or 'root'}-{xxhash.xxh3_64(location.encode()).hexdigest()}"
