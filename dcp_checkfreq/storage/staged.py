@@ -122,12 +122,10 @@ class StagedTier:
         note = note_of(shard)
         self.local.replace(note, b"", scratch=f"{note}.{names.new_attempt()}")
 
-    def forget_upload(self, shards: Iterable[str]) -> None:
-        """Remove shards from the slow side, and the notes that they are there."""
+    def forget_notes(self, shards: Iterable[str]) -> None:
+        """Say that shards are not on the slow side, or will not be for long."""
         for shard in shards:
             self.local.delete(note_of(shard))
-        for shard in shards:
-            self.slow.delete(shard)
 
     # --- the slow side ---
 

@@ -182,7 +182,7 @@ class StagingArea:
         one of the highest step stays, unless its room is needed and all of it that is this rank's
         is on the slow side.
         """
-        self.clear({}, only={name})
+        self._clear_one(name, frozenset(), whole=False)
         others = sorted(
             (entry for entry in self.local.list() if entry.is_folder and entry.name != name),
             key=_newest_last,
@@ -228,16 +228,24 @@ class StagingArea:
         for entry in self.local.list():
             if not entry.is_folder or (only is not None and entry.name not in only):
                 continue
-            found = self.look_into(entry.name)
-            folder = self.folder(entry.name)
-            if found.record is not None and entry.name not in spare:
-                folder.delete(names.METADATA)
-                folder.sync()
-            kept = spare.get(entry.name, frozenset())
-            self._delete(folder, (found.files.keys() | found.uploaded) - kept)
-            folder.remove()
+            spared = entry.name in spare
+            self._clear_one(
+                entry.name, spare.get(entry.name, frozenset()), record=not spared, whole=True
+            )
         if only is None:
             self._clear_locks()
+
+    def _clear_one(
+        self, name: str, kept: AbstractSet[str], *, record: bool = True, whole: bool
+    ) -> None:
+        found = self.look_into(name)
+        folder = self.folder(name)
+        if found.record is not None and record:
+            folder.delete(names.METADATA)
+            folder.sync()
+        self._delete(folder, (found.files.keys() | found.uploaded) - kept)
+        if whole:  # else another rank of this node may be about to write into it
+            folder.remove()
 
     def _clear_locks(self) -> None:
         """Remove the lock files of attempts that are over."""

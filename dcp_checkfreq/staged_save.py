@@ -1,0 +1,132 @@
+"""The local side of one save on one rank: staged, committed, uploaded, settled."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from enum import Enum
+
+from dcp_checkfreq.storage.staged import StagedTier, Upload
+
+_log = logging.getLogger(__name__)
+
+
+class Place(Enum):
+    """Where the shards of this rank are."""
+
+    MEMORY = "not on the local disk: they go to the slow side straight from memory"
+    STAGED = "durable on the local disk, under names that nobody knows"
+    COMMITTED = "durable on the local disks of all ranks, and rank 0's knows their names"
+
+
+class StagedSave:
+    """What a writer asks of its local disk. Not thread-safe.
+
+    Args:
+        folder: of the checkpoint.
+        attempt: of this rank.
+        threads: shards that are copied at once.
+    """
+
+    def __init__(self, folder: StagedTier, attempt: str, *, threads: int) -> None:
+        self._folder = folder
+        self._area = folder.area
+        self._attempt = attempt
+        self._threads = threads
+        self._shards: tuple[str, ...] = ()
+        self.place = Place.MEMORY
+
+    def stage(
+        self, rank: int, sizes: Mapping[str, int], write: Callable[[StagedTier], None]
+    ) -> bool:
+        """Write the shards to the local disk, durably; False, and nothing there, if it has failed.
+
+        Args:
+            rank: of this process.
+            sizes: of the shards, in bytes.
+            write: writes them by `StagedTier.stage`.
+        """
+        size_bytes = sum(sizes.values())
+        try:
+            self._area.local.make()
+            if self._area.make_room(self._folder.name, rank, size_bytes):
+                self._area.claim(self._attempt)
+                self._folder.local.make()
+                write(self._folder)
+                self._folder.local.sync()
+                self._shards = tuple(sizes)
+                self.place = Place.STAGED
+                return True
+            why = f"no room for {size_bytes} bytes"
+        except OSError as error:
+            why = str(error)
+            self._discard(sizes, record=False)
+        _log.warning(
+            "%s: rank %d uploads straight from memory, its local disk at %s is of no use now: %s",
+            *(self._folder.location, rank, self._folder.local.location, why),
+        )
+        return False
+
+    def commit(self, record: bytes, on_slow_side: Iterable[str]) -> None:
+        """On rank 0, when all ranks have staged: keep the commit record on the local disk.
+
+        Without it the save goes on all the same; only a crash before its end cannot be mended.
+        """
+        try:
+            self._area.claim(self._attempt)
+            self._folder.commit_locally(record, on_slow_side)
+        except OSError as error:
+            _log.warning(
+                "%s: a crash before the upload is complete will cost this save: %s",
+                *(self._folder.local.location, error),
+            )
+
+    def committed(self) -> None:
+        """Take note that all ranks have staged, and rank 0 has committed."""
+        if self.place is Place.STAGED:
+            self.place = Place.COMMITTED
+
+    def upload(self) -> None:
+        """Copy the shards to the slow side and return when they are durable there.
+
+        Raises:
+            OSError: see `StagedTier.upload`.
+        """
+        self._folder.upload(self._shards, threads=self._threads)
+
+    def start_upload(self) -> Upload:
+        """Start to copy the shards to the slow side."""
+        return Upload(self._folder, self._shards, threads=self._threads)
+
+    def abandon(self, shards: Sequence[str]) -> None:
+        """Act on the failure of the save: what was committed stays for the next start.
+
+        ``shards`` are this rank's on the slow side, which the caller removes.
+        """
+        if self.place is Place.COMMITTED:
+            self._quietly(lambda: self._folder.forget_notes(shards))
+        else:
+            self._discard(self._shards, record=False)
+        self.close()
+
+    def settle(self) -> None:
+        """Act on the publication of the save: it is all that stays on the local disk."""
+        self._quietly(lambda: self._area.published(self._folder.name))
+        self.close()
+
+    def close(self) -> None:
+        """Let go of the attempt. May be called twice."""
+        self._area.let_go(self._attempt)
+
+    def _discard(self, shards: Iterable[str], *, record: bool) -> None:
+        self._quietly(lambda: self._area.discard(self._folder.name, shards, record=record))
+        self._area.let_go(self._attempt)
+
+    def _quietly(self, clean: Callable[[], None]) -> None:
+        try:
+            clean()
+        except OSError as error:
+            _log.warning(
+                "%s: files that are of no use any more stay for now: %s",
+                *(self._area.local.location, error),
+            )
