@@ -36,8 +36,8 @@ _OWN_ITEM_FROM_BYTES = 16 << 10
 class PerRank:
     """Marks a value that each rank keeps for itself (random states, positions per rank).
 
-    On another number of ranks, a rank that did not exist before keeps what it has; a subclass may do
-    better in `absent`.
+    On another number of ranks, a rank that did not exist before keeps what it has, unless a
+    subclass does better in `absent`.
 
     Args:
         value: a `Stateful` object, or a plain value; restored values are in ``value``.
@@ -47,7 +47,7 @@ class PerRank:
         self.value = value
 
     def absent(self, rank: int, step: int) -> None:
-        """Called on restore if the checkpoint of ``step`` has no value of this rank, only others'."""
+        """Act on a restore from ``step`` that has values of other ranks and none of this one."""
 
 
 def pack(value: object) -> dict[str, Any]:
@@ -136,25 +136,22 @@ class AppState:
         """Return the registered optimizers."""
         return [part for part in self._parts.values() if isinstance(part, torch.optim.Optimizer)]
 
-    def is_on_gpu(self) -> bool:
-        """Tell whether this rank trains on a CUDA device."""
-        return self._gpu() is not None
-
-    def gpu_memory_bytes(self) -> tuple[int, int]:
-        """Return the GPU memory in use, caches included, and all there is (M, Mmax)."""
-        device = self._gpu()
-        if device is None:
-            return 0, 0
-        free, total = torch.cuda.mem_get_info(device)
-        return total - free, total
-
-    def _gpu(self) -> torch.device | None:
+    def gpu(self) -> torch.device | None:
+        """Return the CUDA device that this rank trains on, or None."""
         for part in self._parts.values():
             if isinstance(part, torch.nn.Module):
                 for parameter in part.parameters():
                     if parameter.is_cuda:
                         return parameter.device
         return None
+
+    def gpu_memory_bytes(self) -> tuple[int, int]:
+        """Return the GPU memory in use, caches included, and all there is (M, Mmax)."""
+        device = self.gpu()
+        if device is None:
+            return 0, 0
+        free, total = torch.cuda.mem_get_info(device)
+        return total - free, total
 
     def describe(self) -> list[object]:
         """Return plain values that say what saving this state costs, without its content.

@@ -38,6 +38,7 @@ from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.restoring import Restored, Restorer
 from dcp_checkfreq.saving import Ended, Measured, Saver
 from dcp_checkfreq.snapshot.guard import Guard
+from dcp_checkfreq.snapshot.pool import drop_device_pools
 from dcp_checkfreq.step_times import StepTimes
 from dcp_checkfreq.storage.open import Location, open_tier
 
@@ -176,7 +177,7 @@ class Checkpointer:
             allow_pickle=allow_pickle,
         )
         self._planner = CheckFreqSavePlanner(allow_pickle=allow_pickle, clock=self._clock)
-        self._times = StepTimes(self._clock, on_gpu=self._state.is_on_gpu())
+        self._times = StepTimes(self._clock, gpu=self._state.gpu())
         self._guard = Guard(
             self._state.optimizers(),
             raise_errors=self._raise_errors and self._agree.is_alone,
@@ -363,6 +364,8 @@ class Checkpointer:
     def _act_on(self, ended: Ended, *, must_raise: bool = False) -> None:
         """Act on the end of a save; all ranks do so at the same step."""
         self._pacer.hear(ended.decision)
+        if self._pacer.mode is not Mode.GPU:
+            drop_device_pools()  # in which the profile has tried a copy
         self._remember(ended)
         error = ended.error
         if error is None:
@@ -491,8 +494,8 @@ class Checkpointer:
 
 def _told(save: SaveRecord) -> str:
     return (
-        f"{save.copied_bytes / 1e6:.1f} MB of this rank copied in {save.copy_s:.3f} s ({save.mode}), "
-        f"published {save.persist_s:.3f} s later; training was held up for "
+        f"{save.copied_bytes / 1e6:.1f} MB of this rank copied in {save.copy_s:.3f} s "
+        f"({save.mode}), published {save.persist_s:.3f} s later; training was held up for "
         f"{save.blocked_s + save.waited_s:.3f} s"
     )
 

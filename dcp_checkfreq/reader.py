@@ -32,6 +32,7 @@ from dcp_checkfreq.format.safe_bytes import load_object
 from dcp_checkfreq.format.torch_private import StorageInfo
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.planner import CheckFreqLoadPlanner
+from dcp_checkfreq.shards.codec import finish_gpu_work
 from dcp_checkfreq.shards.fetch import Fetcher
 from dcp_checkfreq.shards.read_plan import Want, round_to_blocks
 from dcp_checkfreq.shards.slices import span_of
@@ -163,6 +164,8 @@ class CheckFreqReader(StorageReader):
         """
         with collector_held():
             jobs = self._jobs(plan, planner)
+        on_gpus = [job.target.tensor for job in jobs if isinstance(job.target, TensorTarget)]
+        finish_gpu_work(on_gpus)  # reading threads have streams of their own
         fetcher = Fetcher(self._tier, self._record.files if self._record else {}, self._threads)
         try:
             self.bytes_read += fetcher.fetch(
@@ -172,6 +175,7 @@ class CheckFreqReader(StorageReader):
             )
         finally:
             fetcher.close()
+        finish_gpu_work(on_gpus)
         for job in jobs:
             self._hand_over(job, planner)
         future: Future[None] = Future()

@@ -179,8 +179,9 @@ class Saver:
         if profile:
             measured.gpu_copy_s = gpu_copy_s(survey, guarded)
         planner, snapshot = self._planner, None
-        try:
-            snapshot = writer.begin_snapshot(
+
+        def begin_snapshot() -> Snapshot:
+            return writer.begin_snapshot(
                 state,
                 survey,
                 only=only,
@@ -188,6 +189,16 @@ class Saver:
                 on_gpu=measured.mode is Mode.GPU,
                 touch_first=profile,
             )
+
+        try:
+            try:
+                snapshot = begin_snapshot()
+            except SnapshotFailed as error:
+                if measured.mode is not Mode.GPU:
+                    raise
+                _log.warning("%s; this one goes to the host", error)
+                measured.mode = Mode.CPU
+                snapshot = begin_snapshot()
         except CheckFreqError as error:
             # The others are on their way into the save: this rank has to be there and say no.
             planner = FailingSavePlanner(error)

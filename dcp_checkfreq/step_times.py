@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,6 +13,8 @@ import torch
 from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.policy.seen import Iteration
 
+_MOST_LAPS = 4096
+
 Mark = Any  # a moment: seconds, or a CUDA event
 
 
@@ -18,9 +22,9 @@ def _host_seconds(begun: Mark, ended: Mark) -> float | None:
     return float(ended - begun)
 
 
-def _gpu_mark() -> Mark:
+def _gpu_mark(device: torch.device) -> Mark:
     event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record()
+    event.record(torch.cuda.current_stream(device))
     return event
 
 
@@ -51,10 +55,14 @@ class StepTimes:
     `resolve`.
     """
 
-    def __init__(self, clock: Clock, *, on_gpu: bool) -> None:
-        self.mark: Callable[[], Mark] = _gpu_mark if on_gpu else clock.monotonic_s
-        self._seconds = _gpu_seconds if on_gpu else _host_seconds
-        self._laps: list[Lap] = []
+    def __init__(self, clock: Clock, *, gpu: torch.device | None) -> None:
+        self.mark: Callable[[], Mark] = clock.monotonic_s
+        self._seconds = _host_seconds
+        if gpu is not None:
+            self.mark = functools.partial(_gpu_mark, gpu)
+            self._seconds = _gpu_seconds
+        # With a long interval the oldest are let go: thousands are enough for a median.
+        self._laps: deque[Lap] = deque(maxlen=_MOST_LAPS)
         self._entered: Mark = None
         self._accounted: Mark = None
 
@@ -91,7 +99,8 @@ class StepTimes:
         the loop up from now on counts for the first one after it.
         """
         now = self.mark()
-        laps, self._laps = self._laps, []
+        laps = list(self._laps)
+        self._laps.clear()
         if laps and laps[-1].ended is self._entered:
             laps[-1].waited_until = now
         self._accounted = now

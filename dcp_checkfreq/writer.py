@@ -5,12 +5,12 @@ from __future__ import annotations
 import concurrent.futures
 import logging
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch.distributed.checkpoint.metadata import (
     Metadata,
     MetadataIndex,
@@ -39,12 +39,14 @@ from dcp_checkfreq.publish.publisher import publish
 from dcp_checkfreq.publish.turn import Turn
 from dcp_checkfreq.recovery.clean import named_files
 from dcp_checkfreq.shards.assign import Placement
-from dcp_checkfreq.shards.codec import Item, pieces
+from dcp_checkfreq.shards.codec import Item, finish_gpu_work, pieces
 from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve
 from dcp_checkfreq.snapshot.guard import Address, guard_of
 from dcp_checkfreq.snapshot.stager import Snapshot, Stager
 from dcp_checkfreq.snapshot.survey import Survey
+from dcp_checkfreq.staged_save import Place, StagedSave
 from dcp_checkfreq.storage.open import Location, can_open, open_tier
+from dcp_checkfreq.storage.staged import StagedTier, StagingDir, Upload, staged_folder
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
@@ -76,7 +78,13 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         threads: files this rank writes at once.
         direct_io: None: past the page cache where the file system can; False: never.
         overlap: optimizers whose `step` alone changes their parameters and state.
+        staging_dir: folder on a local disk of each node. Shards are written there first, which
+            frees the snapshot buffers, and are copied from there to ``path``; the save ends, as
+            ever, when ``.metadata`` is there. A local disk that is full is passed by.
+        staging_bytes: what a rank may keep on the local disk. None: see `StagingArea`.
         lineage: the run that saves; `Checkpointer` fills it in.
+        uploads_later: `finish` commits on the local disks only; whoever drives this writer calls
+            `start_upload`, `publish_uploaded` and `settle`. `Checkpointer` does.
 
     Not thread-safe: one save at a time.
     """
@@ -89,17 +97,22 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         threads: int = 2,
         direct_io: bool | None = None,
         overlap: Sequence[Optimizer] = (),
+        staging_dir: StagingDir | None = None,
+        staging_bytes: int | None = None,
         lineage: index.Lineage | None = None,
+        uploads_later: bool = False,
     ) -> None:
         super().__init__()
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
         self._direct_io = direct_io
-        self._tier = open_tier(path, direct_io=direct_io)
+        self._staging = (staging_dir, staging_bytes)
+        self._tier = self._opened(path)
         self._overwrite = overwrite
         self._threads = threads
         self._overlap = tuple(overlap)
         self._lineage = lineage
+        self._uploads_later = uploads_later
         self._stager = Stager()
         self._turn = Turn()
         self._begin()
@@ -107,10 +120,21 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"_overlap": ()}  # optimizers stay in the process that steps them
 
+    def _opened(self, path: Location) -> Tier:
+        tier = open_tier(path, direct_io=self._direct_io)
+        staging_dir, limit_bytes = self._staging
+        if staging_dir is None:
+            return tier
+        return staged_folder(tier, staging_dir, limit_bytes=limit_bytes)
+
     def _begin(self) -> None:
         self._attempt = names.new_attempt()
+        self._staged: StagedSave | None = None
+        if isinstance(self._tier, StagedTier):
+            self._staged = StagedSave(self._tier, self._attempt, threads=self._threads)
         self._phase = Phase.IDLE
         self._files: list[str] = []
+        self._to_publish: tuple[bytes, AbstractSet[str]] = b"", frozenset()
         self._is_coordinator = False
         self._rank = 0
         self._world_size = 1
@@ -124,7 +148,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             # `finish` was never called for it, and only this object could have: it failed.
             self.abandon()
         if checkpoint_id is not None:
-            self._tier = open_tier(checkpoint_id, direct_io=self._direct_io)
+            self._tier = self._opened(checkpoint_id)
         self._begin()
 
     def storage_meta(self) -> StorageMeta:
@@ -169,17 +193,36 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             WriteFailed: the storage failed; this rank's files were removed.
         """
         try:
+            written = self._write_data(plan, planner)
+            if self._staged is not None and not self._uploads_later:
+                self._upload_now(self._staged)
+        finally:
+            if not self._is_coordinator:
+                self._turn.give_back()
+        # One result for all items: DCP only carries results from `write_data` to `finish`.
+        result = WriteResult(
+            index=MetadataIndex(f"__rank_{self._rank}"),
+            size_in_bytes=sum(written.files.values()),
+            storage_data=_Written(written, self._on_slow_side()),
+        )
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([result])
+        return future
+
+    def _write_data(self, plan: SavePlan, planner: SavePlanner) -> RankReport:
+        try:
             self._phase = advance(self._phase, Event.BEGAN)
             with collector_held():
                 items = resolve(plan, planner, _ENVELOPES)
                 if not self._stager.holds_a_snapshot:
-                    _finish_gpu_work(items)
+                    finish_gpu_work(item.source for item in items)
                 placements = lay_out(items, self._threads)
             self._files = [
                 names.shard_file(self._rank, number, self._attempt)
                 for number in range(len(placements))
             ]
             self._write_files(items, placements)
+            self._stager.check()
         except OSError as error:
             self.abandon()
             raise WriteFailed(self._tier.location, f"rank {self._rank}: {error}") from error
@@ -188,20 +231,9 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             raise
         finally:
             self._stager.release()
-            if not self._is_coordinator:
-                self._turn.give_back()
         self._phase = advance(self._phase, Event.WROTE)
         with collector_held():
-            written = report(plan, items, placements, self._files)
-        # One result for all items: DCP only carries results from `write_data` to `finish`.
-        result = WriteResult(
-            index=MetadataIndex(f"__rank_{self._rank}"),
-            size_in_bytes=sum(written.files.values()),
-            storage_data=written,
-        )
-        future: Future[list[WriteResult]] = Future()
-        future.set_result([result])
-        return future
+            return report(plan, items, placements, self._files)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint. Called on the coordinator, after every rank has succeeded.
@@ -211,7 +243,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             CheckpointExists: another writer published first.
             PublishUnknown: the storage gave no clear answer; nothing was deleted.
         """
-        reports: list[RankReport] = [done.storage_data for rank in results for done in rank]
+        told: list[_Written] = [done.storage_data for rank in results for done in rank]
+        reports = [written.report for written in told]
         files = {name: size for written in reports for name, size in written.files.items()}
         try:
             with collector_held():
@@ -228,38 +261,111 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             )
             with collector_held():
                 content = metadata_format.dump(metadata, record)
-            replaced = (named_files(self._tier) or set()) if self._overwrite else set()
-            publish(self._tier, content, attempt=self._attempt, overwrite=self._overwrite)
+            if self._staged is not None and self._uploads_later:
+                self._staged.commit(content, {name for one in told for name in one.on_slow_side})
+                self._to_publish = content, frozenset(files)
+            else:
+                self._publish(content, frozenset(files))
         except PublishUnknown:
-            self._phase = advance(self._phase, Event.NO_ANSWER)
             raise
         except BaseException:
             self.abandon()
             raise
         else:
-            self._phase = advance(self._phase, Event.CREATED)
-            self._remove(replaced - files.keys())
+            if self._staged is not None and not self._uploads_later:
+                self._staged.settle()
         finally:
             self._turn.give_back()
 
+    def _publish(self, content: bytes, files: AbstractSet[str]) -> None:
+        try:
+            replaced = (named_files(self._tier) or set()) if self._overwrite else set()
+            publish(self._tier, content, attempt=self._attempt, overwrite=self._overwrite)
+        except PublishUnknown:
+            self._phase = advance(self._phase, Event.NO_ANSWER)
+            raise
+        self._phase = advance(self._phase, Event.CREATED)
+        self._remove(replaced - files)
+
+    # --- what follows if the upload comes later ---
+
+    def start_upload(self) -> Upload | None:
+        """On every rank, once DCP's save has returned: start to copy to the slow side.
+
+        None if there is nothing to do later: `finish` has published.
+        """
+        if self._staged is None or not self._uploads_later:
+            return None
+        self._staged.committed()
+        return self._staged.start_upload()
+
+    def publish_uploaded(self) -> None:
+        """On the coordinator, once the uploads of all ranks are complete: publish.
+
+        Raises:
+            SaveFailed, PublishUnknown: as `finish`.
+        """
+        self._publish(*self._to_publish)
+
+    def settle(self) -> None:
+        """On every rank, once it is known that the save is published."""
+        if self._staged is not None:
+            self._staged.settle()
+
     # --- pieces of the above ---
 
+    def _upload_now(self, staged: StagedSave) -> None:
+        try:
+            staged.upload()
+        except OSError as error:
+            self.abandon()
+            raise WriteFailed(self._tier.location, f"rank {self._rank}: {error}") from error
+        except BaseException:
+            self.abandon()
+            raise
+        if not self._is_coordinator:
+            staged.close()  # DCP does not tell this rank how the save ends
+
+    def _on_slow_side(self) -> tuple[str, ...]:
+        """Return this rank's files that no upload has to bring there."""
+        staged = self._staged is not None and self._staged.place is not Place.MEMORY
+        return () if staged else tuple(self._files)
+
     def _write_files(self, items: list[Item], placements: list[Placement]) -> None:
+        if self._staged is not None and placements:
+            sizes = {
+                name: placement.size_bytes
+                for name, placement in zip(self._files, placements, strict=True)
+            }
+            if self._staged.stage(
+                self._rank,
+                sizes,
+                lambda folder: self._write_shards(folder.stage, items, placements),
+            ):
+                return
         if self._is_coordinator or placements:
             self._tier.make()
-        jobs = list(zip(self._files, placements, strict=True))
-        if len(jobs) == 1:
-            self._write_file(*jobs[0], items)
-        elif jobs:
-            with ThreadPoolExecutor(self._threads, thread_name_prefix="checkfreq-write") as pool:
-                running = [pool.submit(self._write_file, *job, items) for job in jobs]
-            for job in running:
-                job.result()
-        if jobs:
+        self._write_shards(self._tier.write_shard, items, placements)
+        if placements:
             self._tier.sync()
 
-    def _write_file(self, name: str, placement: Placement, items: list[Item]) -> None:
-        self._tier.write_shard(name, pieces(items, placement), placement.size_bytes)
+    def _write_shards(
+        self,
+        write: Callable[[str, Iterable[memoryview], int], None],
+        items: list[Item],
+        placements: list[Placement],
+    ) -> None:
+        def one(name: str, placement: Placement) -> None:
+            write(name, pieces(items, placement), placement.size_bytes)
+
+        jobs = list(zip(self._files, placements, strict=True))
+        if len(jobs) == 1:
+            one(*jobs[0])
+        elif jobs:
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="checkfreq-write") as pool:
+                running = [pool.submit(one, *job) for job in jobs]
+            for job in running:
+                job.result()
 
     def abandon(self) -> None:
         """Remove this rank's files of a save that is known to have failed.
@@ -268,6 +374,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         checkpoint. Errors of the removal are left to the cleaning at the next restore.
         """
         if may_delete(self._phase):
+            if self._staged is not None:
+                self._staged.abandon(self._files)
             self._remove(self._files)
             self._phase = advance(self._phase, Event.FAILED)
 
@@ -340,13 +448,16 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     def close(self) -> None:
         """Give the snapshot buffers back to the process-wide pool. May be called twice."""
         self._stager.release()
+        if self._staged is not None:
+            self._staged.close()
 
 
-def _finish_gpu_work(items: list[Item]) -> None:
-    """Wait for the streams that may still compute live tensors: they are read on others."""
-    sources = [item.source for item in items if isinstance(item.source, torch.Tensor)]
-    for device in {source.device for source in sources if source.is_cuda}:
-        torch.cuda.synchronize(device)
+@dataclass(frozen=True, slots=True)
+class _Written:
+    """What a rank says to the coordinator."""
+
+    report: RankReport
+    on_slow_side: tuple[str, ...]  # files that are complete there already
 
 
 def _is_published(tier: Tier) -> bool:

@@ -36,7 +36,7 @@ class HeldCopies:
         self._go.set()
 
     def __call__(self, sources, targets):
-        if threading.current_thread().name != "checkfreq-snapshot":
+        if not threading.current_thread().name.startswith("checkfreq-snapshot"):
             return self._copy(sources, targets)
         first = len(sources) // 2 if self.halfway else 0
         self._copy(sources[:first], targets[:first])

@@ -8,7 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import io
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -117,6 +117,16 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+def finish_gpu_work(values: Iterable[object]) -> None:
+    """Wait for all streams of the GPUs on which these tensors are, which other streams touch next.
+
+    Values that are no CUDA tensors do not count.
+    """
+    tensors = [value for value in values if isinstance(value, torch.Tensor)]
+    for device in {tensor.device for tensor in tensors if tensor.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
 def pieces(items: list[Item], placement: Placement) -> Iterator[memoryview]:
     """Yield the content of one shard file in order, filling in ``item.digests`` on the way.
 
@@ -173,9 +183,12 @@ def _from_gpu(tensor: torch.Tensor, item: Item) -> Iterator[memoryview]:
     for begin in range(0, item.payload_bytes, run):
         part = flat[begin : begin + run]
         host = torch.empty(part.shape, dtype=torch.uint8, pin_memory=True)
-        with torch.cuda.stream(stream):
+        # The device too: leaving the stream would set this thread's device to the first GPU.
+        with torch.cuda.device(tensor.device), torch.cuda.stream(stream):
             host.copy_(part, non_blocking=True)
-        stream.synchronize()
+            done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+            done.record(stream)
+        done.synchronize()
         view = bytes_of(host)
         digests += [digest(view[at : at + item.block]) for at in range(0, len(view), item.block)]
         yield view

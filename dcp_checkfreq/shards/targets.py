@@ -47,6 +47,11 @@ class TensorTarget:
             self._scratch = torch.empty(span.stop - span.start, dtype=dtype)
         self._memory = bytes_of(self._tensor if self._scratch is None else self._scratch)
 
+    @property
+    def tensor(self) -> torch.Tensor:
+        """The box in the live state."""
+        return self._tensor
+
     def take(self, want: Want, data: memoryview) -> None:
         """Take payload bytes ``[want.start, want.stop)``; those outside of the box are dropped."""
         start = max(want.start, self._start_bytes)

@@ -25,6 +25,11 @@ class Guarded(Protocol):
         """Return once the live state may change. Raises `SnapshotFailed`."""
         ...
 
+    @property
+    def is_done(self) -> bool:
+        """Whether nothing is being copied any more."""
+        ...
+
 
 def address_of(local: torch.Tensor) -> Address:
     """Return where a tensor's elements are."""
@@ -35,7 +40,9 @@ class Guard:
     """Stands before the weight updates of some optimizers (CheckFreq, section 4.2).
 
     Works with any optimizer that is called through `Optimizer.step`: closures, GradScaler,
-    foreach and fused ones, accumulated gradients (the hook runs only when there is a step).
+    foreach and fused ones, accumulated gradients (the hook runs only when there is a step). Not
+    with a step that is replayed from a CUDA graph, which runs no hook: an optimizer whose hook has
+    not run since the last snapshot counts as not guarded.
 
     Args:
         optimizers: whose parameters and state may be copied while training goes on.
@@ -56,6 +63,7 @@ class Guard:
         self._raise_errors = raise_errors
         self._times = around_update
         self._snapshot: Guarded | None = None
+        self._stepped: set[Optimizer] = set()  # since the last snapshot
         self._hooks = [
             remove
             for optimizer in self._optimizers
@@ -66,11 +74,11 @@ class Guard:
         ]
 
     def addresses(self) -> set[Address]:
-        """Return where the tensors are that only these optimizers change."""
+        """Return where the tensors are that only these optimizers change, in steps we hear of."""
         return {address_of(local) for local in map(_local, self._tensors()) if local.nbytes}
 
     def _tensors(self) -> Iterator[torch.Tensor]:
-        for optimizer in self._optimizers:
+        for optimizer in self._stepped:
             for group in optimizer.param_groups:
                 yield from group["params"]
             for state in optimizer.state.values():
@@ -81,6 +89,7 @@ class Guard:
     def arm(self, snapshot: Guarded) -> None:
         """Let the next update wait for this snapshot."""
         self._snapshot = snapshot
+        self._stepped.clear()
 
     def wait(self) -> None:
         """Return once the live state may change.
@@ -88,11 +97,19 @@ class Guard:
         Raises:
             SnapshotFailed: the snapshot failed; its step will not be saved.
         """
-        snapshot, self._snapshot = self._snapshot, None
-        if snapshot is not None:
+        snapshot = self._snapshot
+        if snapshot is None:
+            return
+        try:
             snapshot.before_update()
+        finally:
+            if snapshot.is_done:  # else another optimizer, on another stream, has to wait too
+                self._snapshot = None
 
-    def _before(self, *_: Any) -> None:
+    def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        if _is_being_captured():
+            return  # its replays will not come by here
+        self._stepped.add(optimizer)
         times = self._times
         if self._snapshot is not None:
             begun = times.mark() if times else None
@@ -108,7 +125,7 @@ class Guard:
             self._update_begun = times.mark()
 
     def _after(self, *_: Any) -> None:
-        if self._times:
+        if self._times and not _is_being_captured():
             self._times.updated(self._update_begun, self._times.mark())
 
     def close(self) -> None:
@@ -116,7 +133,12 @@ class Guard:
         for hook in self._hooks:
             hook.remove()
         self._hooks = []
+        self._stepped.clear()
         self._snapshot = None
+
+
+def _is_being_captured() -> bool:
+    return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
 class GuardTimes(Protocol):

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
@@ -52,25 +52,44 @@ class Lane(Protocol):
 
 
 class _Watched:
-    """Notices sources that were changed in place while they were being copied."""
+    """Notices sources that were changed in place before they were allowed to.
+
+    Torch raises a tensor's version when the change is done, so that one that is under way can be
+    missed for a moment: the look from the training thread itself, in `allow_changes`, is certain.
+    """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self._seen = [(name, source, version_of(source)) for name, source, _ in copies]
-        self._may_change = False
+        self._are_allowed = False
+        self._error: SnapshotFailed | None = None
         self._lock = threading.Lock()
 
-    def check(self, *, may_change_now: bool) -> None:
+    def check(self) -> None:
+        """Raise if a source was changed too early. On any thread."""
         with self._lock:
-            if self._may_change:
+            if self._error is None and not self._are_allowed:
+                self._look()
+            if self._error is not None:
+                raise self._error
+
+    def allow_changes(self) -> None:
+        """On the training thread: look a last time."""
+        with self._lock:
+            if self._error is None and not self._are_allowed:
+                self._look()
+            self._are_allowed = True
+            if self._error is not None:
+                raise self._error
+
+    def _look(self) -> None:
+        for name, source, version in self._seen:
+            if version_of(source) != version:
+                self._error = SnapshotFailed(
+                    f"{name!r} was changed while it was being copied, outside of the optimizer's "
+                    "step. Call wait_for_snapshot() before such a change, or use "
+                    "snapshot='blocking'"
+                )
                 return
-            self._may_change = may_change_now
-            for name, source, version in self._seen:
-                if version_of(source) != version:
-                    raise SnapshotFailed(
-                        f"{name!r} was changed while it was being copied, outside of the "
-                        "optimizer's step. Call wait_for_snapshot() before such a change, or use "
-                        "snapshot='blocking'"
-                    )
 
 
 @functools.cache
@@ -98,7 +117,6 @@ class _ThreadCopy:
         started_s = self._clock.monotonic_s()
         try:
             copy_tensors([one[1] for one in self._copies], [one[2] for one in self._copies])
-            self._watched.check(may_change_now=True)
         except BaseException as error:  # noqa: BLE001  raised again in `wait`
             self._error = error
         self.seconds_s = self._clock.monotonic_s() - started_s
@@ -109,23 +127,20 @@ class _ThreadCopy:
         return self._done.is_set()
 
     def before_update(self) -> None:
+        self._done.wait()
+        self._watched.allow_changes()
         self.wait()
 
     def wait(self) -> None:
         self._done.wait()
-        if isinstance(self._error, SnapshotFailed):
-            raise self._error
         if self._error is not None:
             raise SnapshotFailed(f"copying failed: {self._error}") from self._error
+        self._watched.check()
 
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-
-
-def _new_event() -> torch.cuda.Event:
-    return torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
 
 
 class _StreamCopy:
@@ -139,81 +154,101 @@ class _StreamCopy:
         self._watched = _Watched(copies)  # also keeps the sources' memory from being used again
         self._device = copies[0][1].device
         side = _side_stream(self._device)
-        self._begun = _new_event()
-        self._ended = _new_event()
         side.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(side):
-            self._begun.record(side)
-            for _, source, target in copies:
-                target.copy_(source, non_blocking=True)
-            self._ended.record(side)
+        self._spans = _queue(copies, side)
 
     def before_update(self) -> None:
-        self._watched.check(may_change_now=True)
         stream = torch.cuda.current_stream(self._device)
-        stream.wait_event(self._ended)
+        stream.wait_event(self._spans.ended)
+        self._watched.allow_changes()
 
     def wait(self) -> None:
-        self._ended.synchronize()
-        self._watched.check(may_change_now=True)
+        self._spans.ended.synchronize()
+        self._watched.check()
 
     @property
     def is_done(self) -> bool:
-        return bool(self._ended.query())  # type: ignore[no-untyped-call]
+        return self._spans.is_done
 
     @property
     def seconds_s(self) -> float:
-        return float(self._begun.elapsed_time(self._ended)) / 1000
+        return self._spans.seconds_s
 
 
 class _QueuedCopy:
     """Copies of CUDA tensors on the training stream itself: what comes after them is in order."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        self._sources = [source for _, source, _ in copies]  # kept from being used again
-        stream = torch.cuda.current_stream(self._sources[0].device)
-        self._begun, self._ended = _new_event(), _new_event()
-        self._begun.record(stream)
-        for _, source, target in copies:
-            target.copy_(source, non_blocking=True)
-        self._ended.record(stream)
+        self._copies = copies  # their memory is kept from being used again
+        self._spans = _queue(copies, torch.cuda.current_stream(copies[0][1].device))
 
     def before_update(self) -> None:
         pass
 
     def wait(self) -> None:
-        self._ended.synchronize()
+        self._spans.ended.synchronize()
 
     @property
     def is_done(self) -> bool:
-        return bool(self._ended.query())  # type: ignore[no-untyped-call]
+        return self._spans.is_done
 
     @property
     def seconds_s(self) -> float:
-        return float(self._begun.elapsed_time(self._ended)) / 1000
+        return self._spans.seconds_s
 
 
-def start_overlapped(copies: Sequence[Copy], clock: Clock) -> list[Lane]:
+class _Span:
+    """The time on a stream between two events."""
+
+    def __init__(self) -> None:
+        # Blocking: whoever waits on the host sleeps, rather than spin on a core.
+        make: Any = functools.partial(torch.cuda.Event, enable_timing=True, blocking=True)
+        self.begun: torch.cuda.Event = make()
+        self.ended: torch.cuda.Event = make()
+
+    @property
+    def is_done(self) -> bool:
+        return bool(self.ended.query())  # type: ignore[no-untyped-call]
+
+    @property
+    def seconds_s(self) -> float:
+        return float(self.begun.elapsed_time(self.ended)) / 1000
+
+
+def _queue(copies: Sequence[Copy], stream: torch.cuda.Stream) -> _Span:
+    span = _Span()
+    try:
+        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
+            span.begun.record(stream)
+            for _, source, target in copies:
+                # Lazy bits first: torch would work on them on the host before the bytes are there.
+                plain = source.resolve_conj().resolve_neg()
+                target.copy_(plain, non_blocking=True)
+            span.ended.record(stream)
+    except RuntimeError as error:  # no memory for a copy in between
+        stream.synchronize()  # what was queued writes into memory that is given back now
+        raise SnapshotFailed(f"copying from {stream.device} failed: {error}") from error
+    return span
+
+
+def start_overlapped(copies: Sequence[Copy], clock: Clock) -> Iterator[Lane]:
     """Start all copies: those of host memory in one lane, those of each GPU in one of its own.
 
     Sources are detached tensors, kept alive until the lane goes. Targets have the same shape and
-    dtype; for CUDA sources they are pinned host memory, or on the source's GPU.
+    dtype; for CUDA sources they are pinned host memory, or on the source's GPU. Yields each lane
+    as it is started, so that one that fails leaves the others known.
     """
-    return [
-        _ThreadCopy(part, clock) if device.type == "cpu" else _StreamCopy(part)
-        for device, part in _by_device(copies).items()
-    ]
+    for device, part in _by_device(copies).items():
+        yield _ThreadCopy(part, clock) if device.type == "cpu" else _StreamCopy(part)
 
 
-def copy_at_once(copies: Sequence[Copy]) -> list[Lane]:
-    """Copy host memory before this returns, and queue copies from GPUs on the current streams."""
-    lanes: list[Lane] = []
+def copy_at_once(copies: Sequence[Copy]) -> Iterator[Lane]:
+    """Copy host memory before this ends, and queue copies from GPUs on the current streams."""
     for device, part in _by_device(copies).items():
         if device.type == "cpu":
             copy_tensors([source for _, source, _ in part], [target for _, _, target in part])
         else:
-            lanes.append(_QueuedCopy(part))
-    return lanes
+            yield _QueuedCopy(part)
 
 
 def _by_device(copies: Sequence[Copy]) -> dict[torch.device, list[Copy]]:

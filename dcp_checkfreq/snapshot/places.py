@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from collections.abc import Set as AbstractSet
 from typing import Any
 
@@ -109,43 +109,50 @@ class Leases:
 
 
 class Parts:
-    """Tensors that are parts of the buffers: those of the snapshot before, where they fit."""
+    """Tensors that are parts of the buffers: those of the snapshot before, where they fit.
+
+    Each lease keeps those of its own memory, so that none outlives it.
+    """
 
     def __init__(self, leases: Leases) -> None:
         self._leases = leases
-        self._before = leases.host.tensors
-        self.used: dict[Hashable, torch.Tensor] = {}
+        self._used: dict[int, tuple[Lease, dict[Hashable, torch.Tensor]]] = {}
 
     def place(self, item: Item) -> torch.Tensor:
         """Return the tensor that the copy goes into."""
         source = item.found.local
-        memory = self._leases.of(item.device).memory
-        key = (memory.data_ptr(), item.offset, source.dtype, source.shape)
-        part = self._before.get(key)
-        if part is None:
-            part = item.part_of(memory)
-        self.used[key] = part
-        return part
+        lease = self._leases.of(item.device)
+        key = (item.offset, source.dtype, source.shape)
+        return self._kept(lease, key, lambda: item.part_of(lease.memory))
 
     def absent(self, one: Found) -> torch.Tensor:
         """Return a meta tensor that stands for what another rank writes."""
-        key = ("absent", one.local.dtype, one.local.shape)
-        part = self._before.get(key)
-        if part is None:
-            part = torch.empty(one.local.shape, dtype=one.local.dtype, device="meta")
-        self.used[key] = part
-        return part
+        local = one.local
+        return self._kept(
+            self._leases.host,
+            ("absent", local.dtype, local.shape),
+            lambda: torch.empty(local.shape, dtype=local.dtype, device="meta"),
+        )
 
     def like(self, tensor: DTensor, local: torch.Tensor) -> torch.Tensor:
         """Return a DTensor like ``tensor`` with this local shard, wherever that is."""
         layout = (tensor.device_mesh, tensor.placements, tensor.shape, tensor.stride())
-        key = (local.device, local.data_ptr(), local.dtype, local.shape, layout)
-        part = self._before.get(key)
-        if part is None:
-            # Not `from_local`: it would move the shard to the device of the mesh.
-            part = _with_local(tensor, local)
-        self.used[key] = part
-        return part
+        key = (local.data_ptr(), local.dtype, local.shape, layout)
+        lease = self._leases.of(local.device if local.is_cuda else None)
+        # Not `from_local`: it would move the shard to the device of the mesh.
+        return self._kept(lease, key, lambda: _with_local(tensor, local))
+
+    def _kept(self, lease: Lease, key: Hashable, make: Callable[[], torch.Tensor]) -> torch.Tensor:
+        _, used = self._used.setdefault(id(lease), (lease, {}))
+        if key not in used:
+            part = lease.tensors.get(key)
+            used[key] = make() if part is None else part
+        return used[key]
+
+    def keep(self) -> None:
+        """Leave them to the next snapshot, and let go of those that were not used."""
+        for lease, used in self._used.values():
+            lease.tensors = used
 
 
 def _with_local(tensor: DTensor, local: torch.Tensor) -> torch.Tensor:

@@ -12,6 +12,7 @@ import gc
 import logging
 import threading
 from collections.abc import Hashable
+from typing import Any
 
 import torch
 
@@ -101,8 +102,7 @@ class BufferPool:
         with self._free:
             self._wait()
             if self._memory is None or not self._suits(size_bytes, fit):
-                self._memory = None  # the old one goes before the new one comes
-                self._tensors = {}
+                self._let_go()  # the old one goes before the new one comes
                 self._memory = _allocate(size_bytes, self._device)
                 self._leases_of_memory = 0
             self._leases_of_memory += 1
@@ -145,8 +145,13 @@ class BufferPool:
         """Free the memory if no one has leased it."""
         with self._free:
             if self._lease is None:
-                self._memory = None
-                self._tensors = {}
+                self._let_go()
+
+    def _let_go(self) -> None:
+        if self._memory is not None and self._device is None:
+            _unpin(self._memory)
+        self._memory = None
+        self._tensors = {}
 
 
 def _allocate(size_bytes: int, device: torch.device | None) -> torch.Tensor:
@@ -157,11 +162,32 @@ def _allocate(size_bytes: int, device: torch.device | None) -> torch.Tensor:
     try:
         if device is not None:
             return torch.empty(size, dtype=torch.uint8, device=device)
+        memory = torch.frombuffer(huge_buffer(size), dtype=torch.uint8)
         if pinned:
-            return torch.empty(size, dtype=torch.uint8, pin_memory=True)
-        return torch.frombuffer(huge_buffer(size), dtype=torch.uint8)
+            _pin(memory)
+        return memory
     except (MemoryError, OSError, RuntimeError) as error:
         raise SnapshotFailed(f"no {size} bytes of {kind} memory for the buffer: {error}") from error
+
+
+_ON_ALL_GPUS = 1  # cudaHostRegisterPortable
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Pin memory that is there already.
+
+    Torch's own pinned memory is rounded up to a power of two, is never given back to the system,
+    and has no huge pages, which direct I/O needs.
+    """
+    ctypes.memset(memory.data_ptr(), 0, memory.nbytes)  # pages of a kind that can be large
+    cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    torch.cuda.check_error(cuda.cudaHostRegister(memory.data_ptr(), memory.nbytes, _ON_ALL_GPUS))
+
+
+def _unpin(memory: torch.Tensor) -> None:
+    if torch.cuda.is_available() and memory.is_pinned():
+        cuda: Any = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        torch.cuda.check_error(cuda.cudaHostUnregister(memory.data_ptr()))
 
 
 # One per process, so that a writer made anew for every save, as DCP's guides do, reuses it.
@@ -175,3 +201,11 @@ def device_pool(device: torch.device) -> BufferPool:
     """Return the process's pool of memory on this GPU."""
     with _device_pools_lock:
         return _device_pools.setdefault(device, BufferPool(device))
+
+
+def drop_device_pools() -> None:
+    """Give back GPU memory that no snapshot uses."""
+    with _device_pools_lock:
+        pools = list(_device_pools.values())
+    for pool in pools:
+        pool.drop()

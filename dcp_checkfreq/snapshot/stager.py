@@ -197,7 +197,8 @@ class Stager:
         for memory, item in items:
             copies[item.overlaps].append((item.found.path, item.found.local, places[memory]))
         begun_s = self._clock.monotonic_s()
-        leases.lanes += copy_at_once(copies[False])
+        for lane in copy_at_once(copies[False]):
+            leases.lanes.append(lane)
         leases.at_once_s = self._clock.monotonic_s() - begun_s
         of_tensor = {id(one.tensor): one for one in survey.found}
 
@@ -217,15 +218,22 @@ class Stager:
             return _own_copy(value)
 
         staged = _Staged({key: rebuilt(value) for key, value in state.items()})
-        leases.host.tensors = parts.used
+        parts.keep()
         # Last: a thread that copies would be in the way of all of the above.
-        leases.lanes += start_overlapped(copies[True], self._clock)
+        for lane in start_overlapped(copies[True], self._clock):
+            leases.lanes.append(lane)
         return staged
 
     @property
     def holds_a_snapshot(self) -> bool:
         """Whether a snapshot is leased that was not released yet."""
         return self._leases is not None
+
+    def check(self) -> None:
+        """Raise `SnapshotFailed` if the snapshot that is held turned out to be torn."""
+        if self._leases is not None:
+            for lane in self._leases.lanes:
+                lane.wait()
 
     def handed_to(self, worker: threading.Thread) -> None:
         """Name the thread that writes the snapshot out; its end ends the lease."""
@@ -259,12 +267,14 @@ def gpu_copy_s(survey: Survey, guarded: AbstractSet[Address]) -> float | None:
             for item in plan.items.values()
             if item.device == device
         ]
-        for warm in (False, True):
-            (queued,) = copy_at_once(copies)
-            queued.wait()
-            if warm:
-                seconds_s = max(seconds_s, queued.seconds_s)
-        lease.release()
+        try:
+            for warm in (False, True):
+                (queued,) = copy_at_once(copies)
+                queued.wait()
+                if warm:
+                    seconds_s = max(seconds_s, queued.seconds_s)
+        finally:
+            lease.release()
     return seconds_s if plan.gpu_bytes else None
 
 
