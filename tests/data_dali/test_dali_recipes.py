@@ -1,0 +1,29 @@
+"""The code on the DALI page runs, from top to bottom."""
+
+import pathlib
+import re
+
+import torch
+
+PAGE = pathlib.Path(__file__).parents[2] / "docs" / "data-dali.md"
+
+
+def test_every_block_runs_after_those_before_it(paths, tmp_path):
+    model = torch.nn.Linear(1, 1)
+    trained = []
+    names = {
+        "paths": paths,
+        "labels": list(range(len(paths))),
+        "model": model,
+        "optimizer": torch.optim.SGD(model.parameters()),
+        "root": tmp_path,
+        "train_step": lambda image, label: trained.extend(label.tolist()),
+    }
+    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.M | re.S)
+    assert len(blocks) == 3
+    for code in blocks:
+        exec(compile(code, str(PAGE), "exec"), names)
+    assert sorted(trained) == sorted(3 * list(range(len(paths))))
+    for name in ("loader", "reader"):  # of the later blocks
+        batch = next(iter(names[name]))
+        assert tuple(batch["image"].shape) == (32, 128, 128, 3)
