@@ -125,8 +125,8 @@ def test_accumulation_that_steps_long_after_the_save_waits_there(root, late):
 def trained(root, name, late, *, with_guard):
     """Save step 1 with a held copy, step once more, then let it go. Return what was step 1."""
     recipe = RECIPES[name]()
-    recipe.iterate()
     ckpt = checkpointer(root, recipe.parts)
+    recipe.iterate()
     if not with_guard:
         for hook in ckpt._guard._hooks:
             hook.remove()
@@ -163,8 +163,8 @@ def test_with_the_guard_the_same_is_whole(root, late, name):
 def test_limit_changes_through_data_show_in_no_version_and_do_tear_the_save(root, held):
     """Why the docs say that nothing but `optimizer.step` may change parameters."""
     recipe = RECIPES["sgd plain"]()
-    recipe.iterate()
     with checkpointer(root, recipe.parts) as ckpt:
+        recipe.iterate()
         wanted = snapshot_of(recipe.parts)
         held.hold(halfway=True)
         ckpt.after_step()
@@ -249,8 +249,8 @@ def change_what_is_not_guarded(recipe):
 @pytest.mark.parametrize("halfway", [False, True], ids=["whole", "halfway"])
 def test_what_no_guard_protects_may_change_as_soon_as_after_step_returns(root, late, halfway):
     recipe = Mixed()
-    recipe.iterate()
     with checkpointer(root, recipe.parts) as ckpt:
+        recipe.iterate()
         for step in (1, 2):  # the second one is copied by the kept plan
             wanted = snapshot_of(recipe.parts)
             late.hold(halfway=halfway)
@@ -266,8 +266,8 @@ def test_what_no_guard_protects_may_change_as_soon_as_after_step_returns(root, l
 
 def test_a_small_view_of_a_guarded_parameter_is_copied_at_once(root, late):
     recipe = Mixed()
-    recipe.iterate()
     with checkpointer(root, recipe.parts) as ckpt:
+        recipe.iterate()
         wanted = snapshot_of(recipe.parts)
         late.hold()
         ckpt.after_step()
@@ -282,8 +282,8 @@ def test_a_small_view_of_a_guarded_parameter_is_copied_at_once(root, late):
 def changed(change, root, held, name="adamw", **options):
     """Save step 1 whole; while step 2 is copied, make a change. Return what step 2 was."""
     recipe = RECIPES[name]()
-    recipe.iterate()
     ckpt = checkpointer(root, recipe.parts, **options)
+    recipe.iterate()
     ckpt.after_step()
     ckpt.wait()
     recipe.iterate()
@@ -417,8 +417,8 @@ def test_weights_that_change_in_the_forward_fail_loudly_and_are_saved_blocking(r
 
 def test_wait_for_snapshot_makes_such_a_change_safe(root, late):
     recipe = RECIPES["adamw"]()
-    recipe.iterate()
     with checkpointer(root, recipe.parts) as ckpt:
+        recipe.iterate()
         wanted = snapshot_of(recipe.parts)
         late.hold()
         ckpt.after_step()
@@ -571,8 +571,8 @@ def test_a_write_that_fails_gives_the_buffer_to_the_next_save_only_after_the_cop
 
 def test_a_training_that_ends_while_a_copy_is_held_still_saves_it_whole(root, late):
     recipe = RECIPES["adamw"]()
-    recipe.iterate()
     ckpt = checkpointer(root, recipe.parts)
+    recipe.iterate()
     wanted = snapshot_of(recipe.parts)
     late.hold()
     ckpt.after_step()
