@@ -37,7 +37,7 @@ def main(
 ) -> None:
     """Run all arms over all seeds; write JSON and a plot, print a table."""
     scale = QUICK if quick else FULL
-    began_s = time.perf_counter()
+    began_s, code = time.perf_counter(), describe_code()
     raw = Runner(scale, folder.resolve(), seed).run(lambda text: print(text, file=sys.stderr))
     found = figures(raw)
     report = {
@@ -46,7 +46,7 @@ def main(
         "quick": quick,
         "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "command": sys.argv,
-        "git": describe_code(),
+        "git": code,  # as it was at the begin
         "machine": describe_machine(folder),
         "versions": describe_versions() | {name: version(name) for name in PACKAGES},
         "config": asdict(scale),
