@@ -23,6 +23,7 @@ from dcp_checkfreq.errors import (
     CheckFreqError,
     RankLost,
     SaveFailed,
+    SnapshotFailed,
     TooManyFailures,
 )
 from dcp_checkfreq.format.torch_private import default_store
@@ -250,7 +251,8 @@ class Checkpointer:
             LoadFailed: the checkpoint does not fit the state; see the subclasses.
         """
         self._finish_in_flight()
-        self._guard.wait()
+        with contextlib.suppress(SnapshotFailed):  # reported with its save
+            self._guard.wait()
         choice, restored = self._restorer.run(step, depth, fresh_start=fresh_start)
         self._own_steps.go_on_from(choice)
         self.last_saved_step = None if restored is None else restored.step

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.errors import SnapshotFailed
+from dcp_checkfreq.errors import CheckFreqError, SnapshotFailed
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.snapshot.guard import Address
 from dcp_checkfreq.snapshot.lanes import Copy, Lane, copy_at_once, start_overlapped
@@ -175,7 +175,10 @@ class Stager:
                 leases.host.touch()
             with collector_held():
                 staged = self._copy(state, survey, plan, leases)
-        except (TypeError, RecursionError, copy.Error) as error:
+        except CheckFreqError:
+            leases.release()
+            raise
+        except Exception as error:  # whatever a value of the user's raises when it is copied
             leases.release()
             raise SnapshotFailed(f"a value of the state cannot be copied: {error}") from error
         except BaseException:

@@ -162,6 +162,7 @@ def test_the_launcher_hands_its_signal_on_and_all_ranks_stop_at_one_step(start):
     assert codes != [0], "torchrun itself says that it got a signal"
 
 
+@pytest.mark.long
 def test_the_launcher_hands_on_other_signals_if_it_is_told_to(start):
     running = start(2, "until_told", launcher=["--signals-to-handle=SIGTERM,SIGUSR1"])
     running.pids()
@@ -187,12 +188,14 @@ def test_a_second_signal_changes_nothing(start):
 @pytest.mark.parametrize(
     "moment", ["before the collective", "after the collective", "after the gate"]
 )
+@pytest.mark.long
 def test_a_signal_at_any_moment_of_a_step_stops_all_at_one_later_step(start, moment):
     codes, stopped = start(2, "at_a_moment", by="file", moment=moment).ended()
     assert stopped[0] == stopped[1] >= (6 if moment == "after the gate" else 5)
     assert codes == [0, 0]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [2, 3])
 def test_ranks_agree_whatever_the_timing(start, ranks):
     rounds = 20
@@ -203,6 +206,7 @@ def test_ranks_agree_whatever_the_timing(start, ranks):
     assert codes == [0]
 
 
+@pytest.mark.long
 def test_the_agreement_does_not_wait_for_a_training_thread(start):
     _, (waiting, sleeping) = start(2, "while_one_sleeps").ended()
     assert waiting["stopped"] == sleeping["stopped"] == 5
@@ -210,6 +214,7 @@ def test_the_agreement_does_not_wait_for_a_training_thread(start):
     assert waiting["agreed"] < sleeping["awake"] - 1.0, "noticed inside of the collective"
 
 
+@pytest.mark.long
 def test_a_stopped_rank_makes_an_agreement_impossible_and_training_goes_on(start):
     running = start(3, "until_told", agree_timeout_s=1.0, steps=150)
     pids = running.pids()
@@ -224,6 +229,7 @@ def test_a_stopped_rank_makes_an_agreement_impossible_and_training_goes_on(start
     assert "there will be no last save" in running.log(2)
 
 
+@pytest.mark.long
 def test_a_stopped_server_of_the_store_holds_up_no_step_for_long(start):
     running = start(2, "until_told", by="tcp", agree_timeout_s=1.0, steps=150)
     pids = running.pids()

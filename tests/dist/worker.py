@@ -8,6 +8,7 @@ import traceback
 import warnings
 from pathlib import Path
 
+import jobs_agreement
 import jobs_saving
 import jobs_sharding
 import jobs_training
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from jobs import DEADLY, JOBS
 
 # Importing a module of jobs registers them.
-MODULES = (jobs_saving, jobs_sharding, jobs_training)
+MODULES = (jobs_agreement, jobs_saving, jobs_sharding, jobs_training)
 
 
 def main():

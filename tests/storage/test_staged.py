@@ -1,20 +1,13 @@
 """A local disk in front of a slow storage: what is written where, and what is read from where."""
 
-import errno
 import os
-import threading
 
-import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter
 from dcp_checkfreq.format import names
 from dcp_checkfreq.storage.local import LocalTier
-from dcp_checkfreq.storage.mount import MountTier
-from dcp_checkfreq.storage.staged import StagedTier, staged_folder, staged_root
-from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier, GatedTier, MemoryTier, TierSuite
 
 
 def state_of(step):

@@ -1,0 +1,97 @@
+"""Jobs over Parquet and tar shards that are killed and go on with other ranks: each item once."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from shard_job import EPOCHS, EVERY, ITEMS
+from stream_tools import write_shards
+
+pytestmark = [
+    pytest.mark.dist,
+    pytest.mark.crash,
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
+
+JOB = Path(__file__).with_name("shard_job.py")
+# Ranks, batch size, workers of each launch; 5 ranks do not divide the 12 lanes.
+LAUNCHES = [(4, 3, 0), (2, 5, 1), (5, 2, 0), (3, 4, 0)]
+
+
+def start(folder, number, kind):
+    ranks, batch_size, workers = LAUNCHES[number]
+    command = [
+        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+        *("--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"),
+        *map(str, (JOB, folder, number, kind, batch_size, workers)),
+    ]
+    with open(folder / f"out-{number}", "wb") as out:
+        return subprocess.Popen(
+            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=out, stderr=out
+        )
+
+
+def lines(folder, number, rank):
+    path = folder / f"log-{number}-{rank}"
+    # The last piece is a line that the rank was killed in, or nothing.
+    return [line.split() for line in path.read_text().split("\n")[:-1]] if path.exists() else []
+
+
+def run(folder, number, kind, rng, *, kill):
+    agent = start(folder, number, kind)
+    try:
+        end_s = time.monotonic() + 240
+        steps = rng.randint(2 * EVERY + 1, 11) if kill else 10**9
+        while len(lines(folder, number, 0)) <= steps and agent.poll() is None:
+            assert time.monotonic() < end_s, (folder / f"out-{number}").read_text()[-3000:]
+            time.sleep(0.01)
+        if kill:
+            time.sleep(rng.random() * 0.1)
+            for rank in range(LAUNCHES[number][0]):
+                pid = int((folder / f"pid-{number}-{rank}").read_text())
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    assert rank, (folder / f"out-{number}").read_text()[-6000:]
+        assert (agent.wait(60) == 0) == (not kill), (folder / f"out-{number}").read_text()[-3000:]
+    finally:
+        if agent.poll() is None:
+            agent.terminate()
+            agent.wait(60)
+
+
+@pytest.mark.parametrize("kind", ["parquet", "tar"])
+def test_killed_at_random_moments_on_changing_ranks_each_item_counts_once(tmp_path, kind):
+    data = tmp_path / "data"
+    data.mkdir()
+    if kind == "parquet":
+        for first in range(0, ITEMS, 50):
+            ids = list(range(first, min(first + 50, ITEMS)))
+            pq.write_table(pa.table({"id": ids}), data / f"{first:03}.parquet", row_group_size=9)
+    else:
+        write_shards(data, [40, 13, 50, 1, 60, 39], "tar")
+    rng = random.Random(kind)
+    for number in range(len(LAUNCHES)):
+        run(tmp_path, number, kind, rng, kill=number < len(LAUNCHES) - 1)
+    restored = []
+    for number, (ranks, _, _) in enumerate(LAUNCHES):
+        (step,) = {lines(tmp_path, number, rank)[0][1] for rank in range(ranks)}
+        restored.append(int(step))
+    assert restored[0] == 0 < restored[1] <= restored[2] <= restored[3]
+    # A step counts if the run went on from it or from a later one; the rest was lost with the kill.
+    counted = Counter()
+    for number, limit in enumerate([*restored[1:], 10**9]):
+        for rank in range(LAUNCHES[number][0]):
+            for line in lines(tmp_path, number, rank)[1:]:
+                if line != ["done"] and int(line[0]) <= limit:
+                    counted.update((int(line[1]), int(item)) for item in line[2:])
+    assert counted == Counter((e, item) for e in range(EPOCHS) for item in range(ITEMS))

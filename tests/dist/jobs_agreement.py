@@ -1,0 +1,437 @@
+"""Jobs: ranks with different clocks and costs, partial copies, ranks that hang or die."""
+
+import contextlib
+import dataclasses
+import errno
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from jobs import DEADLY, caught, job
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+
+import dcp_checkfreq.planner
+from dcp_checkfreq import (
+    CheckFreqLoadPlanner,
+    CheckFreqReader,
+    Checkpointer,
+    PerRank,
+    TooManyFailures,
+    find_latest_valid,
+)
+from dcp_checkfreq.snapshot import lanes
+from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier
+
+sys.path.append(str(Path(__file__).parent.parent))
+from held_copies import HeldCopies
+
+DEADLY |= {"a_rank_hangs_in_a_save", "a_rank_dies_between_saves"}
+
+# --- models, and what a step must hold ---
+
+
+def layers(count=12, width=128):
+    torch.manual_seed(1)
+    return nn.Sequential(*(nn.Linear(width, width) for _ in range(count)))
+
+
+def train(model, optimizer, step):
+    torch.manual_seed(step)
+    model(torch.randn(4, 128)).square().mean().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def whole(value):
+    return value.detach().full_tensor() if isinstance(value, DTensor) else value.detach()
+
+
+def state_of(model, optimizer):
+    """Return all values by the names they are saved under, whole on every rank."""
+    bare = getattr(model, "module", model)
+    names = {parameter: name for name, parameter in bare.named_parameters()}
+    state = {f"model.{name}": whole(parameter).clone() for parameter, name in names.items()}
+    for parameter, entries in optimizer.state.items():
+        for key, value in entries.items():
+            state[f"optim.state.{names[parameter]}.{key}"] = whole(value).clone()
+    return state
+
+
+def wrong_in(root, step, wanted):
+    """Return the keys of ``step`` that do not hold what they held in training."""
+    target = {key: torch.full_like(value, -1) for key, value in wanted.items()}
+    dcp.load(
+        target,
+        storage_reader=CheckFreqReader(root / f"step_{step:08d}"),
+        planner=CheckFreqLoadPlanner(),
+    )
+    return [key for key in wanted if not torch.equal(target[key], wanted[key])]
+
+
+def local_bytes(model, optimizer):
+    tensors = [p.detach() for p in model.parameters()]
+    tensors += [v for entries in optimizer.state.values() for v in entries.values()]
+    tensors = [t.to_local() if isinstance(t, DTensor) else t for t in tensors]
+    return sum(t.nbytes for t in tensors)
+
+
+@contextlib.contextmanager
+def copies_when_waited_for():
+    """Let every overlapped copy begin only when the guard asks for it."""
+    held = HeldCopies(lanes.copy_tensors)
+    real_copy, real_wait = lanes.copy_tensors, lanes._ThreadCopy.before_update
+
+    def before_update(self):
+        held.release()
+        real_wait(self)
+
+    lanes.copy_tensors, lanes._ThreadCopy.before_update = held, before_update
+    try:
+        yield held
+    finally:
+        held.release()
+        lanes.copy_tensors, lanes._ThreadCopy.before_update = real_copy, real_wait
+
+
+def train_and_save(root, model, optimizer, steps=3, **options):
+    """Save every step, each copied as late as can be. Return what this rank copied and saw."""
+    wanted = {}
+    parts = {"model": model, "optim": optimizer}
+    options = {"every": 1, "snapshot": "cpu", "keep_last": 100} | options
+    with copies_when_waited_for() as held, Checkpointer(root, parts, **options) as ckpt:
+        for step in range(1, steps + 1):
+            train(model, optimizer, step)
+            wanted[step] = state_of(model, optimizer)
+            held.hold()
+            ckpt.after_step()
+        train(model, optimizer, 99)  # the last save is to be torn if it can be
+        held.release()
+        ckpt.wait()
+        records = ckpt.history
+    return {
+        "copied": [record.copied_bytes for record in records],
+        "state": [record.state_bytes for record in records],
+        "errors": [record.error for record in records],
+        "local": local_bytes(model, optimizer),
+        "overlapped": held.copies,
+        "wrong": [wrong_in(root, step, wanted[step]) for step in wanted],
+        "newest": find_latest_valid(root, depth="digest").step,
+    }
+
+
+@job
+def partial_copies_ddp(shared):
+    model = nn.parallel.DistributedDataParallel(layers(width=128))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return train_and_save(shared / "partial_ddp", model, optimizer)
+
+
+@job
+def partial_copies_fsdp(shared):
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = layers(count=40)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return train_and_save(shared / "partial_fsdp", model, optimizer)
+
+
+@job
+def partial_copies_hsdp(shared):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    model = layers(count=60)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    return train_and_save(shared / "partial_hsdp", model, optimizer)
+
+
+@job
+def structure_changes(shared):
+    """Return for each save: what it was, what this rank copied of all it holds, what is wrong."""
+    rank = dist.get_rank()
+    root = shared / "structure"
+    model = layers(count=8)
+    model[0].requires_grad_(False)
+    model = nn.parallel.DistributedDataParallel(model, find_unused_parameters=True)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained[:-2], lr=0.01)
+    own = PerRank({"x": torch.ones(6000) * rank})
+    parts = {"model": model, "optim": optimizer, "own": own}
+    said, wanted = [], {}
+
+    def grow_on_one_rank():
+        if rank == 1:
+            own.value["y"] = torch.ones(7000)
+
+    changes = [
+        ("gradients and no state", lambda: model(torch.ones(2, 128)).sum().backward()),
+        ("first state", lambda: train(model, optimizer, 2)),
+        ("same", lambda: train(model, optimizer, 3)),
+        ("new group", lambda: optimizer.add_param_group({"params": trained[-2:]})),
+        ("its state", lambda: train(model, optimizer, 5)),
+        ("same", lambda: train(model, optimizer, 6)),
+        ("more on rank 1", grow_on_one_rank),
+        ("same", lambda: train(model, optimizer, 8)),
+    ]
+    with Checkpointer(root, parts, every=1, keep_last=100) as ckpt:
+        for step, (name, change) in enumerate(changes, start=1):
+            change()
+            wanted[step] = state_of(model, optimizer)
+            ckpt.after_step()
+            ckpt.wait()
+            record = ckpt.history[-1]
+            said.append([name, record.copied_bytes, record.state_bytes, record.error])
+    wrong = [wrong_in(root, step, wanted[step]) for step in wanted]
+    return {"said": said, "wrong": wrong, "newest": find_latest_valid(root, depth="digest").step}
+
+
+@job
+def replicas_are_checked(shared):
+    model = nn.parallel.DistributedDataParallel(layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    parts = {"model": model, "optim": optimizer}
+    with Checkpointer(shared / "checked", parts, every=1000) as ckpt:
+        for check in (False, False, True, False):
+            train(model, optimizer, ckpt.step)
+            ckpt.after_step()
+            ckpt.save(wait=True, check_replicas=check)
+        records = ckpt.history
+    return [[record.copied_bytes, record.state_bytes] for record in records]
+
+
+@job
+def a_piece_that_was_not_copied(shared):
+    """By a fault of rank 0 a new plan gives pieces to ranks that did not copy them."""
+    rank = dist.get_rank()
+    root = shared / "not_copied"
+    model = nn.parallel.DistributedDataParallel(layers())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+    parts = {"model": model, "optim": optimizer}
+    said = []
+    share_out = dcp_checkfreq.planner.share_out
+    with contextlib.suppress(Exception), Checkpointer(root, parts, every=1000) as ckpt:
+        for step in range(1, 6):
+            train(model, optimizer, step)
+            wanted = state_of(model, optimizer)
+            ckpt.after_step()
+            if step == 3:
+                if rank == 2:  # it forgets that its plan still fits
+                    kept = ckpt._planner._kept
+                    ckpt._planner._kept = dataclasses.replace(kept, signature=[])
+                if rank == 0:
+                    dcp_checkfreq.planner.share_out = lambda held: share_out(held[::-1])[::-1]
+            error = caught(lambda: ckpt.save(wait=True))
+            dcp_checkfreq.planner.share_out = share_out
+            dist.barrier()
+            found = find_latest_valid(root, depth="digest").step
+            record = ckpt.history[-1]
+            wrong = [] if error else wrong_in(root, step, wanted)
+            said.append([error, found, record.copied_bytes, record.state_bytes, wrong])
+    return said
+
+
+# --- clocks and costs that differ ---
+
+
+class OtherClock:
+    """A clock that started elsewhere, runs at another speed, and now and then jumps ahead."""
+
+    def __init__(self, rank):
+        self._offset_s = 1e6 * rank
+        self._speed = [1.0, 3.0, 0.3, 1.0][rank % 4]
+        self._jumps = rank % 4 == 3
+        self._chance = random.Random(rank)
+
+    def wall_s(self):
+        return time.time() + self._chance.uniform(-1e5, 1e5)
+
+    def monotonic_s(self):
+        if self._jumps and self._chance.random() < 0.02:
+            self._offset_s += self._chance.choice([0.01, 1.0, 3600.0])
+        return self._offset_s + self._speed * time.monotonic()
+
+    def sleep(self, seconds_s):
+        time.sleep(seconds_s)
+
+
+class SlowAtTimes(ForwardingTier):
+    """Writes of this rank take long in some saves and not in others."""
+
+    def __init__(self, inner, chance):
+        super().__init__(inner)
+        self._chance = chance
+
+    def around(self, verb, name, call):
+        if verb in ("write_shard", "create") and self._chance.random() < 0.3:
+            time.sleep(self._chance.choice([0.002, 0.02]))
+        return call()
+
+
+def tuned(root, rank, *, saves, collectives, most_steps=4000):
+    """Train until so many saves have ended on this rank. Return k after every step."""
+    chance = random.Random(100 + rank)
+    world = dist.get_world_size()
+    halves = [dist.new_group([0, 1]), dist.new_group([2, 3])] if collectives else []
+    weight = torch.zeros(5000)
+    parts = {"w": weight, "own": PerRank(rank)}
+    tier = SlowAtTimes(LocalTier(root), chance) if rank == 2 else LocalTier(root)
+    ks, bad = [], 0
+    with Checkpointer(
+        tier, parts, max_overhead=0.9, steps_per_epoch=3, clock=OtherClock(rank), timeout_s=60
+    ) as ckpt:
+        while ckpt.step < most_steps and (len(ckpt.history) < saves or ckpt.step % 20):
+            at = ckpt.step + 1
+            weight.fill_(float(at))
+            time.sleep(0.001 * (5 if rank == 1 else 1) * (1 + (at // 100) % 3))
+            if collectives:
+                value = torch.tensor([float(at * 10 + rank)])
+                dist.all_reduce(value)
+                bad += value.item() != at * 10 * world + sum(range(world))
+                half = torch.tensor([float(rank)])
+                dist.all_reduce(half, group=halves[rank // 2])
+                bad += half.item() != (1.0 if rank < 2 else 5.0)
+            ckpt.after_step()
+            ks.append(ckpt.interval_steps)
+        saved = [[record.step, record.interval_steps, record.error] for record in ckpt.history]
+    found = find_latest_valid(root, depth="digest")
+    target = {"w": {"tree": (None,), "tensors": []}}
+    target = {"w.tensors.0": torch.zeros(5000)}
+    folder = root / f"step_{found.step:08d}"
+    dcp.load(target, storage_reader=CheckFreqReader(folder), planner=CheckFreqLoadPlanner())
+    right = bool((target["w.tensors.0"] == found.step).all())
+    return {"k": ks, "saved": saved, "bad": bad, "right": right}
+
+
+@job
+def ranks_agree_beside_collectives(shared):
+    return tuned(shared / "agree_1", dist.get_rank(), saves=60, collectives=True)
+
+
+@job
+def ranks_agree_without_collectives(shared):
+    """Nothing but saves keeps the ranks together: they are at different steps most of the time."""
+    return tuned(shared / "agree_2", dist.get_rank(), saves=150, collectives=False)
+
+
+# --- errors ---
+
+
+@job
+def errors_reach_all_ranks_at_one_step(shared):
+    """Every third save fails on another rank; ranks run at different speeds. Steps of errors."""
+    rank, world = dist.get_rank(), dist.get_world_size()
+    chance = random.Random(rank)
+    faults = [
+        Fault(verb="write_shard", error=errno.ENOSPC, name=f"__{rank}_*", nth=nth)
+        for nth in range(60)
+        if nth % 3 == 0 and nth // 3 % world == rank
+    ]
+    tier = FaultyTier(LocalTier(shared / "errors"), faults)
+    own = {"part": PerRank(torch.ones(5000))}
+    raised = []
+    ckpt = Checkpointer(tier, own, every=5, on_error="raise", timeout_s=60)
+    for _ in range(200):
+        time.sleep(chance.choice([0.0, 0.001, 0.004]))
+        try:
+            ckpt.after_step()
+        except Exception as error:  # noqa: BLE001
+            raised.append([ckpt.step, type(error).__name__])
+    with contextlib.suppress(Exception):
+        ckpt.close()
+    return {"raised": raised, "struck": tier.struck}
+
+
+@job
+def too_many_failures_at_one_step(shared):
+    rank = dist.get_rank()
+    chance = random.Random(rank)
+    fault = [Fault(verb="write_shard", error=errno.EIO, nth=2, times="forever")]
+    root = LocalTier(shared / "too_many")
+    tier = FaultyTier(root, fault if rank == 3 else [])
+    own = {"part": PerRank(torch.ones(5000))}
+    ckpt = Checkpointer(tier, own, every=4, max_failures=3, timeout_s=60)
+    answer = None
+    for _ in range(100):
+        time.sleep(chance.choice([0.0, 0.001, 0.005]))
+        try:
+            ckpt.after_step()
+        except TooManyFailures as error:
+            answer = [ckpt.step, ckpt.last_saved_step, str(error).rsplit("/", 1)[-1]]
+            break
+    answer.append(caught(ckpt.close))
+    answer.append(find_latest_valid(root, depth="digest").step)
+    return answer
+
+
+# --- ranks that hang or die ---
+
+
+class StopsWhileWriting(ForwardingTier):
+    def around(self, verb, name, call):
+        if verb == "write_shard":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return call()
+
+
+def seconds(action):
+    begun = time.monotonic()
+    error = caught(action)
+    return error, time.monotonic() - begun
+
+
+@job
+def a_rank_hangs_in_a_save(shared):
+    """Rank 1 stops in the second save and is woken up 14 s later."""
+    rank = dist.get_rank()
+    root = LocalTier(shared / "hangs")
+    own = {"part": PerRank(torch.ones(20_000))}
+    ckpt = Checkpointer(root, own, every=1, timeout_s=5)
+    ckpt.after_step()
+    ckpt.wait()
+    if rank == 1:
+        ckpt._own_steps._root = StopsWhileWriting(root)
+        subprocess.Popen(["sh", "-c", f"sleep 14; kill -CONT {os.getpid()}"])
+
+    def train():
+        for _ in range(1000):
+            ckpt.after_step()
+            time.sleep(0.01)
+
+    raised = seconds(train)
+    closed = seconds(ckpt.close)
+    found = find_latest_valid(root, no_dist=True, depth="digest")
+    return [raised, closed, ckpt.last_saved_step, found.step]
+
+
+@job
+def a_rank_dies_between_saves(shared):
+    rank = dist.get_rank()
+    root = LocalTier(shared / "dies")
+    own = {"part": PerRank(torch.ones(20_000))}
+    ckpt = Checkpointer(root, own, every=3, timeout_s=10)
+
+    def train():
+        for _ in range(30):
+            ckpt.after_step()
+            if rank == 2 and ckpt.step == 8:
+                ckpt.wait()
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    raised = seconds(train)
+    closed = seconds(ckpt.close)
+    found = find_latest_valid(root, no_dist=True, depth="digest")
+    return [raised, closed, ckpt.step, found.step]
