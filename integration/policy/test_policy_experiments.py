@@ -72,6 +72,7 @@ def test_table3_measures_one_save_a_turn_for_every_way_to_save(tmp_path: Path) -
         assert len(turn["iterations_s"]) == turn["iterations"]
 
 
+@pytest.mark.long
 def test_fig7_measures_ours_and_synchronous_saves_at_the_interval_that_was_chosen(
     tmp_path: Path,
 ) -> None:
@@ -88,6 +89,7 @@ def test_fig7_measures_ours_and_synchronous_saves_at_the_interval_that_was_chose
     assert all(record["error"] is None for record in auto["history"])
 
 
+@pytest.mark.long
 def test_table5_shows_overhead_and_interval_before_under_and_after_a_load(tmp_path: Path) -> None:
     report = experiment(tmp_path, "table5")
     by_arm = {run["arm"]: run for run in report["raw"]}
@@ -123,6 +125,7 @@ def test_table6_kills_lose_at_most_two_intervals_and_ranks_agree_on_the_interval
             assert one["total_s"] > 0
 
 
+@pytest.mark.long
 @pytest.mark.crash
 def test_fig8_ends_with_the_same_loss_however_often_it_was_interrupted(tmp_path: Path) -> None:
     report = experiment(tmp_path, "fig8")
