@@ -26,6 +26,7 @@ class Agreement:
     """
 
     def __init__(self, *, timeout_s: float = 1800.0) -> None:
+        self.timeout_s = timeout_s
         self.group: dist.ProcessGroup | None = None
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():

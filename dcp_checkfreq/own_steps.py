@@ -64,6 +64,7 @@ class OwnSteps:
             self._root.child(names.step_folder(step)),
             threads=self._threads,
             lineage=self._lineage,
+            uploads_later=True,
             overwrite=self._agree.rank == 0 and self._is_replaceable(step, self._lineage),
         )
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -38,6 +39,10 @@ from dcp_checkfreq.shards.read_plan import Want, round_to_blocks
 from dcp_checkfreq.shards.slices import span_of
 from dcp_checkfreq.shards.targets import BytesTarget, Target, TensorTarget
 from dcp_checkfreq.storage.open import Location, can_open, open_tier
+from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_folder
+from dcp_checkfreq.storage.tier import Tier
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(slots=True)
@@ -70,6 +75,7 @@ class CheckFreqReader(StorageReader):
         threads: reads at once.
         known: what ``.metadata`` says, from `format.metadata.load`, if the caller has read it.
         direct_io: None: past the page cache where the file system can; False: never.
+        staging_dir: as the writer has it: shards that still lie on the local disk are read there.
 
     Attributes:
         bytes_read: what this rank read from storage in the last load, `.metadata` not counted.
@@ -88,12 +94,14 @@ class CheckFreqReader(StorageReader):
         threads: int = 2,
         known: tuple[Metadata, Record | None] | None = None,
         direct_io: bool | None = None,
+        staging_dir: StagingDir | None = None,
     ) -> None:
         super().__init__()
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
         self._direct_io = direct_io
-        self._tier = open_tier(path, direct_io=direct_io)
+        self._staging_dir = staging_dir
+        self._tier = self._opened(path)
         self._verify = verify
         self._allow_pickle = allow_pickle
         self._allow_dtype_cast = allow_dtype_cast
@@ -104,12 +112,16 @@ class CheckFreqReader(StorageReader):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new load, from ``checkpoint_id`` if given; all other options stay."""
         if checkpoint_id is not None:
-            self._tier = open_tier(checkpoint_id, direct_io=self._direct_io)
+            self._tier = self._opened(checkpoint_id)
             self._known = None
         self._metadata = Metadata({})
         self._record: Record | None = None
         self.bytes_read = 0
         self.bytes_needed = 0
+
+    def _opened(self, path: Location) -> Tier:
+        tier = open_tier(path, direct_io=self._direct_io)
+        return tier if self._staging_dir is None else staged_folder(tier, self._staging_dir)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read and check ``.metadata``.
@@ -166,7 +178,22 @@ class CheckFreqReader(StorageReader):
             jobs = self._jobs(plan, planner)
         on_gpus = [job.target.tensor for job in jobs if isinstance(job.target, TensorTarget)]
         finish_gpu_work(on_gpus)  # reading threads have streams of their own
-        fetcher = Fetcher(self._tier, self._record.files if self._record else {}, self._threads)
+        try:
+            self._fetch(self._tier, jobs)
+        except BrokenShard as error:
+            if not isinstance(self._tier, StagedTier):
+                raise
+            _log.warning("%s: reading the slow side instead of a local copy", error)
+            self._fetch(self._tier.slow, jobs)
+        finish_gpu_work(on_gpus)
+        for job in jobs:
+            self._hand_over(job, planner)
+        future: Future[None] = Future()
+        future.set_result(None)
+        return future
+
+    def _fetch(self, tier: Tier, jobs: list[_Job]) -> None:
+        fetcher = Fetcher(tier, self._record.files if self._record else {}, self._threads)
         try:
             self.bytes_read += fetcher.fetch(
                 [job.want for job in jobs],
@@ -175,12 +202,6 @@ class CheckFreqReader(StorageReader):
             )
         finally:
             fetcher.close()
-        finish_gpu_work(on_gpus)
-        for job in jobs:
-            self._hand_over(job, planner)
-        future: Future[None] = Future()
-        future.set_result(None)
-        return future
 
     def _jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Job]:
         entries: dict[MetadataIndex, StorageInfo] = self._metadata.storage_data

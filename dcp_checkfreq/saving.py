@@ -13,7 +13,7 @@ import contextlib
 import logging
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
@@ -35,6 +35,7 @@ from dcp_checkfreq.policy.tuner import Decision
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
 from dcp_checkfreq.snapshot.survey import Structure, Survey
+from dcp_checkfreq.uploading import upload_and_publish
 from dcp_checkfreq.writer import CheckFreqWriter
 
 _log = logging.getLogger(__name__)
@@ -77,15 +78,21 @@ class _Ready:
 
 @dataclass(slots=True)
 class _Job:
+    """What is in flight."""
+
     step: int
-    writer: CheckFreqWriter
-    planner: CheckFreqSavePlanner
-    snapshot: Snapshot | None
-    structure: Structure
-    tensor_bytes: dict[str, int]  # by flat key
     measured: Measured
-    facts: Callable[[], Any]
+    facts: Callable[[], Any] | None  # None: nothing follows from what it cost
+    snapshot: Snapshot | None = None
     ended: Ended | None = None
+
+
+@dataclass(slots=True)
+class _Save(_Job):
+    writer: CheckFreqWriter = field(kw_only=True)
+    planner: CheckFreqSavePlanner = field(kw_only=True)
+    structure: Structure = field(kw_only=True)
+    tensor_bytes: dict[str, int] = field(kw_only=True)  # by flat key
 
 
 class Saver:
@@ -208,9 +215,30 @@ class Saver:
             measured.copied_bytes = snapshot.copied_bytes
             measured.state_bytes = snapshot.state_bytes
         sizes = {one.path: one.local.nbytes for one in survey.found} if profile else {}
-        job = _Job(step, writer, planner, snapshot, survey.structure, sizes, measured, facts)
+        job = _Save(
+            step,
+            measured,
+            facts,
+            snapshot,
+            writer=writer,
+            planner=planner,
+            structure=survey.structure,
+            tensor_bytes=sizes,
+        )
+        self._start(job, lambda: self._write_and_publish(job))
+
+    def begin_finishing(self, step: int, finish: Callable[[], None], measured: Measured) -> None:
+        """Publish ``step``, which an earlier process has saved, by calling ``finish``.
+
+        All ranks call it, with no save in flight; it is one from then on. ``finish`` may use the
+        ranks' group, and raises on all of them or on none.
+        """
+        assert self._job is None
+        self._start(_Job(step, measured, None), finish)
+
+    def _start(self, job: _Job, work: Callable[[], None]) -> None:
         self._job = job
-        self._running = self._thread.submit(self._run, job)
+        self._running = self._thread.submit(self._run, job, work)
 
     def _agreed_state(
         self, step: int, capture: Callable[[], Mapping[str, Any]]
@@ -258,17 +286,18 @@ class Saver:
 
     # --- in the background ---
 
-    def _run(self, job: _Job) -> None:
+    def _run(self, job: _Job, work: Callable[[], None]) -> None:
         error: BaseException | None = None
         try:
-            self._write_and_publish(job)
+            work()
         except BaseException as failed:  # noqa: BLE001  every rank hears of it below
             error = failed
             job.measured.failed = True
             # Now, not only when the loop comes to ask: it may never come.
             _log.error("step %d was not saved: %s", job.step, error)
         finally:
-            job.writer.close()
+            if isinstance(job, _Save):
+                job.writer.close()
         if error is None and self._agree.rank == 0:
             self._after_publishing(job.step)
         try:
@@ -276,7 +305,7 @@ class Saver:
         except BaseException as failed:  # noqa: BLE001
             job.ended = Ended(job.step, 0, error or failed, None)
 
-    def _write_and_publish(self, job: _Job) -> None:
+    def _write_and_publish(self, job: _Save) -> None:
         planner, measured = job.planner, job.measured
         if self._agree.rank == 0:
             self._before_writing()
@@ -307,12 +336,35 @@ class Saver:
                 job.writer.checkpoint_id,
                 f"another rank did not answer; its own log says why ({failed})",
             ) from failed
+        self._upload(job.step, job.writer)
         measured.persist_s = self._clock.monotonic_s() - begun_s
         if job.tensor_bytes:  # a profile: later saves keep the plan
             measured.persist_s = max(0.0, measured.persist_s - planner.planning_s)
         self._planned = job.structure
         written = planner.written_keys or ()
         measured.written_bytes = sum(job.tensor_bytes.get(key, 0) for key in written)
+
+    def _upload(self, step: int, writer: CheckFreqWriter) -> None:
+        """Bring what was staged on local disks to where it is published."""
+        upload = writer.start_upload()
+        if upload is None:
+            return
+        if self._agree.rank == 0:
+            _log.info("step %d is on the local disks; it is being uploaded", step)
+        try:
+            upload_and_publish(
+                self._agree,
+                upload,
+                writer.checkpoint_id,
+                writer.publish_uploaded,
+                each_round=self._before_writing,
+            )
+        except (PublishUnknown, RankLost):
+            raise  # it may be published; or the next start finishes it
+        except CheckFreqError:
+            writer.abandon()
+            raise
+        writer.settle()
 
     def _meet(self, job: _Job, error: BaseException | None) -> None:
         """Tell the other ranks, hear what rank 0 decides, and from which step on it holds."""
@@ -321,10 +373,10 @@ class Saver:
             return
 
         def rule(facts: list[Any]) -> tuple[BaseException | None, Decision | None]:
-            return error, self._decide(job.step, facts)
+            return error, None if job.facts is None else self._decide(job.step, facts)
 
         # First wait for the slowest rank, and only then hold the training for a moment.
-        heard, decision = self._agree.consult(job.facts(), rule)
+        heard, decision = self._agree.consult(job.facts and job.facts(), rule)
         passed = self._gate.hold()
         try:
             at = self._agree.consult(passed, max) + 1

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 
@@ -35,6 +36,8 @@ class StagedSave:
         self._threads = threads
         self._shards: tuple[str, ...] = ()
         self.place = Place.MEMORY
+        # DCP does not tell a writer that is dropped how its save has ended.
+        weakref.finalize(self, folder.area.let_go, attempt).atexit = False
 
     def stage(
         self, rank: int, sizes: Mapping[str, int], write: Callable[[StagedTier], None]
@@ -96,7 +99,9 @@ class StagedSave:
 
     def start_upload(self) -> Upload:
         """Start to copy the shards to the slow side."""
-        return Upload(self._folder, self._shards, threads=self._threads)
+        return Upload(
+            lambda stop: self._folder.upload(self._shards, threads=self._threads, stop=stop)
+        )
 
     def abandon(self, shards: Sequence[str]) -> None:
         """Act on the failure of the save: what was committed stays for the next start.

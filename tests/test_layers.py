@@ -49,6 +49,8 @@ LEVELS = {
     "latest": 5,
     "signals": 3,
     "preemption": 5,
+    "uploading": 5,
+    "local_copies": 5,
     "saving": 5,
     "own_steps": 5,
     "pacing": 5,

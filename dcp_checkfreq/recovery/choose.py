@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_checkfreq.errors import NoValidCheckpoint, StepNotFound
 from dcp_checkfreq.recovery.plan import StepRecord, abandoned_by, rank
-from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole, scan
+from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole, scan_with
 from dcp_checkfreq.storage.tier import Tier
 
 
@@ -21,23 +21,26 @@ class Choice:
     kept: dict[int, str]  # whole steps of the history that goes on, with their folders
 
 
-def choose_nothing(root: Tier) -> Choice:
+def choose_nothing(root: Tier, also: Sequence[StepRecord] = ()) -> Choice:
     """Choose a fresh start; what is there becomes a history that was left behind."""
-    return Choice(None, abandoned_by(None, scan(root)), (), {})
+    return Choice(None, abandoned_by(None, scan_with(root, also)), (), {})
 
 
-def choose_newest(root: Tier, depth: Depth, broken: Mapping[str, str]) -> Choice:
+def choose_newest(
+    root: Tier, depth: Depth, broken: Mapping[str, str], also: Sequence[StepRecord] = ()
+) -> Choice:
     """Choose the newest whole checkpoint, or a fresh start if none was ever published.
 
     Args:
         root: of the run.
         depth: see `find_latest_valid`.
         broken: folders that a load has found damaged, with the reason.
+        also: see `scan_with`.
 
     Raises:
         NoValidCheckpoint: checkpoints were published, but none is whole.
     """
-    _, ranking, records = newest_whole(root, depth)
+    _, ranking, records = newest_whole(root, depth, also)
     usable = [record for record in ranking.candidates if record.name not in broken]
     newest = usable[0] if usable else None
     reasons = [(passed.step, passed.name, passed.reason) for passed in ranking.rejected]
@@ -56,18 +59,20 @@ def choose_newest(root: Tier, depth: Depth, broken: Mapping[str, str]) -> Choice
     return Choice(newest, abandoned_by(newest, records), passed_over, _folders(usable))
 
 
-def choose_step(root: Tier, step: int, depth: Depth) -> Choice:
+def choose_step(root: Tier, step: int, depth: Depth, also: Sequence[StepRecord] = ()) -> Choice:
     """Choose this step, whatever else is there.
 
     Raises:
         StepNotFound: it is not there, or not whole.
     """
-    records = scan(root)
+    records = scan_with(root, also)
     of_step = rank(record for record in records if record.step == step)
     problem: str | None = "it is not there"
     if of_step.candidates:
         chosen = of_step.candidates[0]
-        problem = check_digests(root.child(chosen.name)) if depth == "digest" else None
+        problem = None
+        if depth == "digest" and chosen not in also:
+            problem = check_digests(root.child(chosen.name))
         if problem is None:
             older = rank(record for record in records if record.step <= step)
             return Choice(chosen, abandoned_by(chosen, records), (), _folders(older.candidates))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
+from collections.abc import Set as AbstractSet
 
 from dcp_checkfreq.errors import LoadFailed
 from dcp_checkfreq.format import metadata as metadata_format
@@ -33,10 +34,17 @@ def leftovers(entries: Iterable[Entry], named: set[str], *, before_s: float) -> 
     ]
 
 
-def clean_root(root: Tier, *, now_s: float, grace_s: float = GRACE_S) -> list[str]:
+def clean_root(
+    root: Tier,
+    *,
+    now_s: float,
+    grace_s: float = GRACE_S,
+    spared: AbstractSet[str] = frozenset(),
+) -> list[str]:
     """Remove the leftovers in every step folder and return what was removed.
 
-    Only for a run that holds the lease. A folder whose ``.metadata`` cannot be read is left alone.
+    Only for a run that holds the lease. A folder whose ``.metadata`` cannot be read is left alone,
+    and so are files named in ``spared``.
     """
     removed = []
     for entry in root.list():
@@ -46,7 +54,7 @@ def clean_root(root: Tier, *, now_s: float, grace_s: float = GRACE_S) -> list[st
         named = named_files(folder)
         if named is None:
             continue
-        doomed = leftovers(folder.list(), named, before_s=now_s - grace_s)
+        doomed = leftovers(folder.list(), named | spared, before_s=now_s - grace_s)
         for name in doomed:
             folder.delete(name)
             removed.append(f"{entry.name}/{name}")

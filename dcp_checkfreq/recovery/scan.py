@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from typing import Literal
 
@@ -55,19 +56,30 @@ def scan(root: Tier) -> list[StepRecord]:
     return records
 
 
-def newest_whole(root: Tier, depth: Depth) -> tuple[StepRecord | None, Ranking, list[StepRecord]]:
+def scan_with(root: Tier, also: Sequence[StepRecord]) -> list[StepRecord]:
+    """Return what `scan` finds, and ``also``, which lies elsewhere, in the place of its names."""
+    elsewhere = {record.name for record in also}
+    return [record for record in scan(root) if record.name not in elsewhere] + [*also]
+
+
+def newest_whole(
+    root: Tier, depth: Depth, also: Sequence[StepRecord] = ()
+) -> tuple[StepRecord | None, Ranking, list[StepRecord]]:
     """Return the newest whole step, the ranking behind it, and all that was found.
 
     With ``depth="digest"`` every block of the candidate is read and compared; a candidate that
-    fails is rejected and the next one tried. The ranking's `rejected` then includes it.
+    fails is rejected and the next one tried. The ranking's `rejected` then includes it. The digests
+    of ``also`` (see `scan_with`) are up to the caller.
     """
-    records = scan(root)
+    records = scan_with(root, also)
     ranking = rank(records)
     if depth == "size":
         return next(iter(ranking.candidates), None), ranking, records
     failed: list[Rejected] = []
     for number, candidate in enumerate(ranking.candidates):
-        problem = check_digests(root.child(candidate.name))
+        problem = None
+        if candidate not in also:
+            problem = check_digests(root.child(candidate.name))
         if problem is None:
             left = Ranking(ranking.candidates[number:], (*failed, *ranking.rejected))
             return candidate, left, records
@@ -120,14 +132,28 @@ def _wrong_size(entries: Sequence[Entry], metadata: Metadata, record: Record | N
     return None
 
 
-def check_digests(folder: Tier, *, threads: int = 2) -> str | None:
+def check_digests(
+    folder: Tier,
+    *,
+    threads: int = 2,
+    content: bytes | None = None,
+    only: AbstractSet[str] | None = None,
+) -> str | None:
     """Read every payload of a checkpoint and compare its digests.
+
+    Args:
+        folder: of the checkpoint.
+        threads: reads at once.
+        content: of ``.metadata``, if it is not in the folder.
+        only: look at these files only.
 
     Returns:
         None if all match, else what is wrong. Stock checkpoints have no digests and always pass.
     """
     try:
-        metadata, record = _read(folder)
+        if content is None:
+            content = folder.read(names.METADATA)
+        metadata, record = metadata_format.load(content, folder.location)
         if record is None:
             return None
         files = [info.relative_path for info in metadata.storage_data.values()]
@@ -136,11 +162,12 @@ def check_digests(folder: Tier, *, threads: int = 2) -> str | None:
         wants = [
             Want(ticket, file, columns.payload_offset[ticket], 0, size, columns.block_bytes[ticket])
             for ticket, (file, size) in enumerate(zip(files, columns.payload_bytes, strict=True))
+            if only is None or file in only
         ]
         digests = [columns.digests[start:stop] for start, stop in pairwise(starts)]
         fetcher = Fetcher(folder, record.files, threads)
         try:
-            fetcher.fetch(wants, [_Nowhere()] * len(wants), digests)
+            fetcher.fetch(wants, [_Nowhere()] * len(files), digests)
         finally:
             fetcher.close()
     except FileNotFoundError:

@@ -11,7 +11,7 @@ import errno
 import os
 import re
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import xxhash
@@ -183,14 +183,16 @@ class StagedTier:
 
 
 class Upload:
-    """This rank's shards on their way to the slow side, in a thread. Close it when done."""
+    """This rank's part of an upload, in a thread. Close it when done.
 
-    def __init__(self, folder: StagedTier, shards: Sequence[str], *, threads: int) -> None:
+    Args:
+        work: copies, and ends soon after the event that it is given is set.
+    """
+
+    def __init__(self, work: Callable[[threading.Event], None]) -> None:
         self._stop = threading.Event()
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkfreq-uploading")
-        self._running: Future[None] = self._pool.submit(
-            folder.upload, shards, threads=threads, stop=self._stop
-        )
+        self._running: Future[None] = self._pool.submit(work, self._stop)
 
     def wait(self, at_most_s: float) -> bool:
         """Return whether it has ended; then `problem` is known."""

@@ -46,7 +46,7 @@ class LocalFolder:
     """What one node holds of one checkpoint, of attempts that are over."""
 
     name: str
-    record: bytes | None  # the local commit, if it is on this node
+    record: bytes | None  # the local commit, if it is on this node and nobody is at work here
     files: Mapping[str, int]  # shards with their sizes in bytes
     uploaded: frozenset[str]  # shards that are complete on the slow side, here or not
 
@@ -168,7 +168,7 @@ class StagingArea:
             else:
                 files[entry.name] = entry.size_bytes
         record = None
-        if any(entry.name == names.METADATA for entry in entries):
+        if all(over.values()) and any(entry.name == names.METADATA for entry in entries):
             with contextlib.suppress(FileNotFoundError):
                 record = folder.read(names.METADATA)
         return LocalFolder(name, record, files, frozenset(uploaded))

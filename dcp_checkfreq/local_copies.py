@@ -1,0 +1,160 @@
+"""What the local disks of all ranks hold of a root, agreed over the ranks, and how it is used."""
+
+from __future__ import annotations
+
+import logging
+import threading
+import uuid
+from collections.abc import Callable, Mapping
+from collections.abc import Set as AbstractSet
+
+from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.errors import BadLocation
+from dcp_checkfreq.format import names
+from dcp_checkfreq.publish.publisher import publish
+from dcp_checkfreq.recovery.scan import check_digests
+from dcp_checkfreq.recovery.unfinished import Unfinished, find_unfinished
+from dcp_checkfreq.storage.staged import StagedTier, Upload
+from dcp_checkfreq.storage.staging_area import ROOT_ID, LocalFolder
+from dcp_checkfreq.storage.tier import Tier
+from dcp_checkfreq.uploading import upload_and_publish
+
+_log = logging.getLogger(__name__)
+
+
+class LocalCopies:
+    """The local disks of a job. All ranks call its methods, in the same order.
+
+    Args:
+        root: of the run, with this node's disk.
+        agree: of the ranks.
+        threads: shards that a rank copies or reads at once.
+    """
+
+    def __init__(self, root: StagedTier, agree: Agreement, *, threads: int) -> None:
+        self._root = root
+        self._agree = agree
+        self._threads = threads
+
+    def belong_to_root(self) -> None:
+        """Make sure that what lies on the local disks is of this root, and not of one before.
+
+        A root that was emptied and is used anew must not go on from what its predecessor had left.
+
+        Raises:
+            BadLocation: a local disk cannot be used, on all ranks.
+        """
+        root_id = self._agree.decide(lambda: _root_id(self._root.slow))
+        problem = None
+        try:
+            self._root.area.belong_to(root_id)
+        except OSError as error:
+            problem = f"rank {self._agree.rank} cannot use it: {error}"
+        problems = [text for text in self._agree.gather(problem) if text is not None]
+        if problems:
+            raise BadLocation(self._root.area.local.location, problems[0])
+
+    def unfinished(self, refused: Mapping[str, str]) -> list[Unfinished]:
+        """Return the saves that are on local disks and not published; the same on all ranks.
+
+        Args:
+            refused: names of those that turned out damaged, with the reason.
+        """
+        return self._agree.consult(
+            look(self._root), lambda ranks: find_unfinished(self._root.slow, ranks, refused)
+        )
+
+    def verify(self, one: Unfinished) -> str | None:
+        """Compare the digests of all that is to be uploaded; return what is wrong, on all ranks."""
+        own = self._own(one)
+        problem = None
+        if own:
+            problem = check_digests(
+                self._root.area.folder(one.record.name),
+                threads=self._threads,
+                content=one.content,
+                only=own,
+            )
+        return next((text for text in self._agree.gather(problem) if text is not None), None)
+
+    def finish(self, one: Unfinished, each_round: Callable[[], None]) -> None:
+        """Upload what is missing on the slow side, and publish.
+
+        Args:
+            one: of `unfinished`, found good by `verify`.
+            each_round: see `upload_and_publish`.
+
+        Raises:
+            SaveFailed, PublishUnknown: on all ranks; the next start may try again.
+        """
+        name, own = one.record.name, sorted(self._own(one))
+        folder = StagedTier(self._root.slow.child(name), self._root.area, name)
+        attempts = {parsed[2] for file in own if (parsed := names.parse_shard(file)) is not None}
+
+        def copy(stop: threading.Event) -> None:
+            for attempt in attempts:
+                self._root.area.claim(attempt)
+            for file in own:
+                folder.slow.delete(file)  # cut short by the crash, whatever its size says
+            folder.upload(own, threads=self._threads, stop=stop)
+
+        try:
+            upload_and_publish(
+                self._agree,
+                Upload(copy),
+                folder.location,
+                lambda: publish(
+                    folder.slow, one.content, attempt=names.new_attempt(), overwrite=False
+                ),
+                each_round=each_round,
+            )
+        finally:
+            for attempt in attempts:
+                self._root.area.let_go(attempt)
+        self._tidily(lambda: self._root.area.published(name))
+
+    def tidy(self, spare: Mapping[str, AbstractSet[str]]) -> None:
+        """Remove from this node what attempts that are over have left, but for ``spare``.
+
+        Args:
+            spare: shards that stay, by the name of their checkpoint. On this rank only.
+        """
+        self._tidily(lambda: self._root.area.clear(spare))
+
+    def _tidily(self, clean: Callable[[], None]) -> None:
+        try:
+            clean()
+        except OSError as error:
+            _log.warning("%s: leftovers stay: %s", self._root.area.local.location, error)
+
+    def _own(self, one: Unfinished) -> frozenset[str]:
+        return frozenset(file for file, rank in one.uploads.items() if rank == self._agree.rank)
+
+
+def look(root: StagedTier) -> list[LocalFolder]:
+    """Return what this node holds of this very root. A disk that fails holds nothing."""
+    try:
+        if root.area.root_id() == _known_root_id(root.slow):
+            return root.area.look()
+    except OSError as error:
+        _log.warning("%s: not looked into: %s", root.area.local.location, error)
+    return []
+
+
+def _known_root_id(slow: Tier) -> str:
+    try:
+        return slow.child(names.RUN_FOLDER).read(ROOT_ID).decode(errors="replace")
+    except FileNotFoundError:
+        return "unknown"
+
+
+def _root_id(slow: Tier) -> str:
+    """Return the id of a root, which is made if it has none."""
+    folder = slow.child(names.RUN_FOLDER)
+    folder.make()
+    try:
+        made = uuid.uuid4().hex
+        folder.create(ROOT_ID, made.encode(), scratch=f"{ROOT_ID}.{names.new_attempt()}")
+    except FileExistsError:
+        return _known_root_id(slow)
+    return made

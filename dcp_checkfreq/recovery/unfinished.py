@@ -1,0 +1,122 @@
+"""Saves that are complete on the local disks of the nodes, but not published on the slow side.
+
+A save is *whole* here if every shard that its local commit names lies on a node of this job with
+its exact size, or is noted to be complete on the slow side and is there. Names of shards belong to
+one attempt, so no two saves can be mixed; which rank is on which node plays no part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from dcp_checkfreq.errors import LoadFailed
+from dcp_checkfreq.format import metadata as metadata_format
+from dcp_checkfreq.format import names
+from dcp_checkfreq.format.index import Record
+from dcp_checkfreq.recovery.plan import StepRecord
+from dcp_checkfreq.storage.staging_area import LocalFolder
+from dcp_checkfreq.storage.tier import Tier
+
+
+@dataclass(frozen=True, slots=True)
+class Unfinished:
+    """A save that could be finished, or, if its record tells a problem, could not."""
+
+    record: StepRecord
+    content: bytes  # of ``.metadata``; empty if there is a problem
+    attempt: str  # of the rank that would have published it
+    uploads: Mapping[str, int]  # which rank has to bring which shard to the slow side
+    files: frozenset[str]  # all of its shards
+    is_at_hand: bool  # every rank can read every shard, on its node or on the slow side
+    is_local: bool  # every rank can read every shard on its node
+
+
+def find_unfinished(
+    slow: Tier, ranks: Sequence[Sequence[LocalFolder]], refused: Mapping[str, str]
+) -> list[Unfinished]:
+    """Return the saves that the local disks know of and the slow side does not.
+
+    Args:
+        slow: root on the slow side.
+        ranks: what each rank sees on its node, in rank order.
+        refused: saves that were found damaged, with the reason.
+
+    Raises:
+        OSError: the slow side failed.
+    """
+    by_name: dict[str, dict[int, LocalFolder]] = {}
+    for rank, folders in enumerate(ranks):
+        for folder in folders:
+            by_name.setdefault(folder.name, {})[rank] = folder
+    found = []
+    for name, nodes in by_name.items():
+        step = names.parse_step(name)
+        content = next((node.record for node in nodes.values() if node.record is not None), None)
+        if step is None or content is None:
+            continue
+        on_slow = {e.name: e.size_bytes for e in slow.child(name).list() if not e.is_folder}
+        if names.METADATA not in on_slow:
+            found.append(_examine(name, step, content, nodes, len(ranks), on_slow, refused))
+    return found
+
+
+def _examine(
+    name: str,
+    step: int,
+    content: bytes,
+    nodes: Mapping[int, LocalFolder],
+    world_size: int,
+    on_slow: Mapping[str, int],
+    refused: Mapping[str, str],
+) -> Unfinished:
+    try:
+        record = metadata_format.load(content, name)[1]
+    except LoadFailed as error:
+        return _hopeless(name, step, error.why)
+    if record is None:
+        return _hopeless(name, step, "its local record is not one of this package")
+    noted = frozenset().union(*(node.uploaded for node in nodes.values()))
+    uploads: dict[str, int] = {}
+    is_at_hand = is_local = True
+    for file, size in sorted(record.files.items()):
+        holders = [rank for rank, node in nodes.items() if node.files.get(file) == size]
+        everywhere = len(holders) == world_size
+        is_local = is_local and everywhere
+        if file in noted and on_slow.get(file) == size:
+            continue
+        if not holders:
+            return _hopeless(name, step, f"{file} is on no node of this job any more", record)
+        is_at_hand = is_at_hand and everywhere
+        uploads[file] = min(holders, key=lambda rank: (list(uploads.values()).count(rank), rank))
+    return Unfinished(
+        _step_record(name, step, refused.get(name), record),
+        content,
+        record.attempt,
+        uploads,
+        frozenset(record.files),
+        is_at_hand,
+        is_local,
+    )
+
+
+def _hopeless(name: str, step: int, why: str, record: Record | None = None) -> Unfinished:
+    problem = f"not published, and its upload cannot be finished: {why}"
+    told = _step_record(name, step, problem, record)
+    return Unfinished(told, b"", "", {}, frozenset(), is_at_hand=False, is_local=False)
+
+
+def _step_record(name: str, step: int, problem: str | None, record: Record | None) -> StepRecord:
+    if record is None:
+        return StepRecord(name=name, step=step, problem=problem, published=False)
+    lineage = record.lineage
+    return StepRecord(
+        name=name,
+        step=step,
+        problem=problem,
+        published=False,
+        attempt=record.attempt,
+        world_size=record.world_size,
+        run_id=lineage.run_id if lineage else "",
+        abandons=lineage.abandons if lineage else {},
+    )
