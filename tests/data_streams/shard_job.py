@@ -1,7 +1,8 @@
 """A job for `test_stream_kills.py`: run by torchrun, killed, started again on other ranks.
 
-``shard_job.py <folder> <launch> <kind> <batch size> <workers>``. Each rank writes a line for each
-step that it trained, before the checkpoint of that step begins: ``step epoch item item ...``.
+``shard_job.py <folder> <launch> <kind> <batch size> <workers> <hold>``. Each rank writes a line
+for each step that it trained, before the checkpoint of that step begins: ``step epoch item ...``.
+After ``hold`` steps (0: never) it waits to be killed, however busy the machine is.
 """
 
 import os
@@ -40,17 +41,19 @@ def loader_of(kind, folder, batch_size, workers):
 
 def main():
     folder, launch, kind = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
+    batch_size, workers, hold = map(int, sys.argv[4:])
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     rank = dist.get_rank()
     (folder / f"pid-{launch}-{rank}").write_text(str(os.getpid()))
     model = nn.parallel.DistributedDataParallel(nn.Linear(1, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
-    loader = loader_of(kind, folder / "data", *map(int, sys.argv[4:]))
+    loader = loader_of(kind, folder / "data", batch_size, workers)
     parts = {"model": model, "optim": optimizer, "data": loader}
     log = open(folder / f"log-{launch}-{rank}", "w", buffering=1)  # noqa: SIM115
     with Checkpointer(folder / "run", parts, every=EVERY, timeout_s=60) as ckpt:
         ckpt.restore()
+        until = ckpt.step + hold
         print("restored", ckpt.step, file=log)
         while (epoch := loader.epoch) < EPOCHS:
             for batch in loader:
@@ -60,7 +63,7 @@ def main():
                 optimizer.zero_grad()
                 print(ckpt.step + 1, epoch, *items[: loader.valid].tolist(), file=log)
                 ckpt.after_step()
-                time.sleep(0.01)
+                time.sleep(600 if hold and ckpt.step >= until else 0.01)
     print("done", file=log)
     dist.destroy_process_group()
 

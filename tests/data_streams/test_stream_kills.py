@@ -27,12 +27,15 @@ JOB = Path(__file__).with_name("shard_job.py")
 LAUNCHES = [(4, 3, 0), (2, 5, 1), (5, 2, 0), (3, 4, 0)]
 
 
-def start(folder, number, kind):
+HOLD = 14  # steps of a launch that is to be killed
+
+
+def start(folder, number, kind, hold):
     ranks, batch_size, workers = LAUNCHES[number]
     command = [
         *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
         *("--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"),
-        *map(str, (JOB, folder, number, kind, batch_size, workers)),
+        *map(str, (JOB, folder, number, kind, batch_size, workers, hold)),
     ]
     with open(folder / f"out-{number}", "wb") as out:
         return subprocess.Popen(
@@ -47,10 +50,10 @@ def lines(folder, number, rank):
 
 
 def run(folder, number, kind, rng, *, kill):
-    agent = start(folder, number, kind)
+    agent = start(folder, number, kind, HOLD if kill else 0)
     try:
         end_s = time.monotonic() + 240
-        steps = rng.randint(2 * EVERY + 1, 11) if kill else 10**9
+        steps = rng.randint(2 * EVERY + 1, HOLD - 3) if kill else 10**9
         while len(lines(folder, number, 0)) <= steps and agent.poll() is None:
             assert time.monotonic() < end_s, (folder / f"out-{number}").read_text()[-3000:]
             time.sleep(0.01)
@@ -60,7 +63,7 @@ def run(folder, number, kind, rng, *, kill):
                 pid = int((folder / f"pid-{number}-{rank}").read_text())
                 try:
                     os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:
+                except ProcessLookupError:  # torchrun ends the others once the first is gone
                     assert rank, (folder / f"out-{number}").read_text()[-6000:]
         assert (agent.wait(60) == 0) == (not kill), (folder / f"out-{number}").read_text()[-3000:]
     finally:
