@@ -28,6 +28,7 @@ from dcp_checkfreq.errors import (
 )
 from dcp_checkfreq.format.torch_private import default_store
 from dcp_checkfreq.gate import Gate
+from dcp_checkfreq.local_copies import LocalCopies
 from dcp_checkfreq.own_steps import OwnSteps, check_root
 from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, facts_of, tuned_pacer
 from dcp_checkfreq.planner import CheckFreqSavePlanner
@@ -36,12 +37,14 @@ from dcp_checkfreq.policy.retention import Retention
 from dcp_checkfreq.preemption import PreemptionWatch
 from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.scan import Depth
+from dcp_checkfreq.recovery.unfinished import Unfinished
 from dcp_checkfreq.restoring import Restored, Restorer
 from dcp_checkfreq.saving import Ended, Measured, Saver
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.pool import drop_device_pools
 from dcp_checkfreq.step_times import StepTimes
 from dcp_checkfreq.storage.open import Location, open_tier
+from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_root
 
 _log = logging.getLogger(__name__)
 
@@ -110,6 +113,10 @@ class Checkpointer:
         threads: shard files that a rank writes or reads at once.
         allow_pickle: save and restore values whose unpickling runs code. Without it they are
             refused when they are saved.
+        staging_dir: folder on a local disk of every node. Saves are written there first and then
+            copied to ``root``, as slow as that may be; a job that starts again on the same nodes
+            goes on from there, and finishes what was being copied. See `docs/staged.md`.
+        staging_bytes: what a rank may keep there; default: as long as 5 % of the disk stay free.
         timeout_s: how long a rank waits for the others in a save or restore.
         clock: where time comes from.
 
@@ -136,6 +143,8 @@ class Checkpointer:
         max_failures: int = 3,
         threads: int = 2,
         allow_pickle: bool = False,
+        staging_dir: StagingDir | None = None,
+        staging_bytes: int | None = None,
         timeout_s: float = 1800.0,
         clock: Clock | None = None,
     ) -> None:
@@ -152,11 +161,17 @@ class Checkpointer:
         self._preempt_signals = tuple(preempt_signals)
         self._clock = clock or SystemClock()
         self._root = open_tier(root)
+        if staging_dir is not None:
+            self._root = staged_root(self._root, staging_dir, limit_bytes=staging_bytes)
         self._agree = Agreement(timeout_s=timeout_s)
         self._state = AppState(state, self._agree.rank)
         self._run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])
         self._lease = LeaseFile(self._root, self._run_id, self._clock)
         check_root(self._root, self._agree, self._run_id, self._clock)
+        self._copies: LocalCopies | None = None
+        if isinstance(self._root, StagedTier):
+            self._copies = LocalCopies(self._root, self._agree, threads=threads)
+            self._copies.belong_to_root()
         self._own_steps = OwnSteps(
             self._root,
             self._agree,
@@ -174,6 +189,7 @@ class Checkpointer:
             self._state,
             self._lease,
             self._clock,
+            copies=self._copies,
             threads=threads,
             allow_pickle=allow_pickle,
         )
@@ -253,12 +269,14 @@ class Checkpointer:
         self._finish_in_flight()
         with contextlib.suppress(SnapshotFailed):  # reported with its save
             self._guard.wait()
-        choice, restored = self._restorer.run(step, depth, fresh_start=fresh_start)
+        choice, restored, unfinished = self._restorer.run(step, depth, fresh_start=fresh_start)
         self._own_steps.go_on_from(choice)
         self.last_saved_step = None if restored is None else restored.step
         self.step = self.last_saved_step or 0
         self._gate.start_from(self.step)
         self._times.take()  # what came before was not training
+        if unfinished is not None:
+            self._finish(unfinished)
         self._watching()
         return restored
 
@@ -357,6 +375,17 @@ class Checkpointer:
         self._saves_begun += 1
         self._pacer.saving()
         measured.blocked_s = self._clock.monotonic_s() - begun_s
+
+    def _finish(self, unfinished: Unfinished) -> None:
+        """Upload and publish in the background what was restored from the local disks."""
+        copies = self._copies
+        assert copies is not None
+        self._measured = Measured(self._pacer.mode)
+        self._saver.begin_finishing(
+            unfinished.record.step,
+            lambda: copies.finish(unfinished, self._lease.renew_quietly),
+            self._measured,
+        )
 
     def _finish_in_flight(self, *, must_raise: bool = False) -> None:
         ended = self._saver.ended()

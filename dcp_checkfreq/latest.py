@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.recovery.plan import Rejected
-from dcp_checkfreq.recovery.scan import Depth, newest_whole
+from dcp_checkfreq.local_copies import look as look_at_node
+from dcp_checkfreq.recovery.plan import Rejected, StepRecord
+from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole
+from dcp_checkfreq.recovery.unfinished import find_unfinished
 from dcp_checkfreq.storage.open import Location, open_tier
+from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_root
+from dcp_checkfreq.storage.staging_area import LocalFolder
 
 _log = logging.getLogger(__name__)
 
@@ -31,7 +35,11 @@ class Found:
 
 
 def find_latest_valid(
-    root: Location, *, depth: Depth = "size", no_dist: bool = False
+    root: Location,
+    *,
+    depth: Depth = "size",
+    no_dist: bool = False,
+    staging_dir: StagingDir | None = None,
 ) -> Found | None:
     """Return the newest checkpoint under ``root`` that is really whole, or None.
 
@@ -39,6 +47,9 @@ def find_latest_valid(
     ``depth="digest"`` every payload is read and checked too. Steps are ordered by number; folders
     with other names are skipped; checkpoints of stock DCP count. Newer steps that are not whole
     are logged as warnings and listed in `Found.rejected`. Changes nothing on storage.
+
+    With ``staging_dir``, as the job has it, saves count as well whose upload was interrupted, if
+    every rank has all of their files on its node; `Found.path` is then the local folder.
 
     With `torch.distributed` initialised this is a collective: rank 0 looks, all ranks return its
     answer or raise its error. Pass ``no_dist=True`` to look from this process alone.
@@ -49,9 +60,11 @@ def find_latest_valid(
     if depth not in ("size", "digest"):
         raise ValueError(f"depth must be 'size' or 'digest', got {depth!r}")
     tier = open_tier(root)
+    staged = None if staging_dir is None else staged_root(tier, staging_dir)
 
-    def look() -> Found | None:
-        newest, ranking, _ = newest_whole(tier, depth)
+    def look(nodes: list[list[LocalFolder]]) -> Found | None:
+        also = [] if staged is None else _usable(staged, nodes, depth)
+        newest, ranking, _ = newest_whole(tier, depth, also)
         for passed in ranking.rejected:
             if newest is None or passed.step >= newest.step:
                 _log.warning("%s: %s passed over: %s", tier.location, passed.name, passed.reason)
@@ -60,17 +73,37 @@ def find_latest_valid(
         return Found(
             newest.step,
             newest.name,
-            os.path.join(tier.location, newest.name),
+            os.path.join(tier.location, newest.name)
+            if staged is None or newest not in also
+            else staged.area.folder(newest.name).location,
             newest.attempt,
             newest.run_id,
             newest.world_size,
             ranking.rejected,
         )
 
+    own = [] if staged is None else look_at_node(staged)
     if no_dist:
-        return look()
+        return look([own])
     agreement = Agreement()
     try:
-        return agreement.decide(look)
+        return agreement.consult(own, look)
     finally:
         agreement.close()
+
+
+def _usable(staged: StagedTier, nodes: list[list[LocalFolder]], depth: Depth) -> list[StepRecord]:
+    """Return what the local disks have and the slow side does not, with the reason if it is no use.
+
+    Digests are compared on this node, which has all files of what is usable.
+    """
+    records = []
+    for one in find_unfinished(staged.slow, nodes, {}):
+        problem = one.record.problem
+        if problem is None and not one.is_local:
+            problem = "not published, and its files are on several nodes: restore() finishes it"
+        elif problem is None and depth == "digest":
+            folder = staged.area.folder(one.record.name)
+            problem = check_digests(folder, content=one.content)
+        records.append(replace(one.record, problem=problem))
+    return records

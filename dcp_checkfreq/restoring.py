@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
@@ -12,15 +14,17 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.errors import BrokenShard
+from dcp_checkfreq.errors import BrokenShard, RankLost, SaveFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
+from dcp_checkfreq.local_copies import LocalCopies
 from dcp_checkfreq.planner import CheckFreqLoadPlanner
 from dcp_checkfreq.reader import CheckFreqReader
 from dcp_checkfreq.recovery.choose import Choice, choose_newest, choose_nothing, choose_step
 from dcp_checkfreq.recovery.clean import clean_root
 from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.scan import Depth
+from dcp_checkfreq.recovery.unfinished import Unfinished
 from dcp_checkfreq.saving import cause_of
 from dcp_checkfreq.storage.tier import Tier
 
@@ -47,6 +51,7 @@ class Restorer:
         state: to fill.
         lease: of this run on the root.
         clock: for the time it takes.
+        copies: what is on the local disks, if they are used.
         threads: shard files that a rank reads at once.
         allow_pickle: unpickle values that run code.
     """
@@ -59,6 +64,7 @@ class Restorer:
         lease: LeaseFile,
         clock: Clock,
         *,
+        copies: LocalCopies | None = None,
         threads: int,
         allow_pickle: bool,
     ) -> None:
@@ -67,64 +73,129 @@ class Restorer:
         self._state = state
         self._lease = lease
         self._clock = clock
+        self._copies = copies
         self._threads = threads
         self._allow_pickle = allow_pickle
 
     def run(
         self, step: int | None, depth: Depth, *, fresh_start: bool
-    ) -> tuple[Choice, Restored | None]:
-        """Restore, and return what was chosen. See `Checkpointer.restore`."""
+    ) -> tuple[Choice, Restored | None, Unfinished | None]:
+        """Restore, and return what was chosen, and what of it is still to be uploaded.
+
+        See `Checkpointer.restore`.
+        """
         started_s = self._clock.monotonic_s()
-        broken: dict[str, str] = {}
+        broken: dict[str, str] = {}  # on the storage
+        refused: dict[str, str] = {}  # on the local disks
         while True:
-            choice = self._agree.decide(lambda: self._choose(step, depth, fresh_start, broken))
+            unfinished = [] if self._copies is None else self._copies.unfinished(refused)
+            choice = self._agree.decide(
+                partial(self._choose, step, depth, fresh_start, broken, unfinished)
+            )
             record = choice.record
             if record is None:
-                return choice, None
+                self._tidy(unfinished, {})
+                return choice, None, None
+            local = next((one for one in unfinished if one.record == record), None)
+            if local is not None:
+                problem = self._make_readable(local)
+                if problem is not None:
+                    _log.warning("%s on the local disks: %s", record.name, problem)
+                    refused[record.name] = problem
+                    continue
+                if not local.is_at_hand:
+                    local = None  # it is published now
             try:
-                self._load(record.name, record.step)
+                files = self._load(record.name, record.step, local)
             except CheckpointException as error:
                 cause = cause_of(error)
+                if local is not None and isinstance(cause, BrokenShard):
+                    _log.warning("%s; its upload is not finished", cause)
+                    refused[record.name] = cause.why
+                    continue
                 if step is not None or not isinstance(cause, BrokenShard):
                     raise cause from error
                 _log.warning("%s; trying the next older checkpoint", cause)
                 broken[record.name] = cause.why
                 continue
+            self._tidy(unfinished, {record.name: files})
             seconds = self._clock.monotonic_s() - started_s
             path = os.path.join(self._root.location, record.name)
             if self._agree.rank == 0:
                 _log.info("restored step %d from %s in %.2f s", record.step, path, seconds)
             passed_over = choice.passed_over
-            return choice, Restored(record.step, path, record.world_size, seconds, passed_over)
+            restored = Restored(record.step, path, record.world_size, seconds, passed_over)
+            return choice, restored, local
+
+    def _make_readable(self, one: Unfinished) -> str | None:
+        """Check what only the local disks have, and upload it now if a rank cannot read it there.
+
+        Returns:
+            None, or on all ranks why it is of no use.
+        """
+        assert self._copies is not None
+        problem = self._copies.verify(one)
+        if problem is not None or one.is_at_hand:
+            return problem
+        if self._agree.rank == 0:
+            _log.info(
+                "%s is on the local disks of several nodes: its upload is finished before it is "
+                "read",
+                one.record.name,
+            )
+        try:
+            self._copies.finish(one, self._lease.renew_quietly)
+        except RankLost:
+            raise
+        except SaveFailed as error:
+            return f"its upload could not be finished: {error}"
+        return None
+
+    def _tidy(self, unfinished: Sequence[Unfinished], spare: dict[str, frozenset[str]]) -> None:
+        """Remove leftovers from this node's disk. What could be finished stays for now."""
+        if self._copies is None:
+            return
+        good = {one.record.name: one.files for one in unfinished if one.record.problem is None}
+        self._copies.tidy(spare | good)
 
     def _choose(
-        self, step: int | None, depth: Depth, fresh_start: bool, broken: dict[str, str]
+        self,
+        step: int | None,
+        depth: Depth,
+        fresh_start: bool,
+        broken: dict[str, str],
+        unfinished: Sequence[Unfinished],
     ) -> Choice:
         """On rank 0: clean up, look, and decide what to go on from."""
+        also = [one.record for one in unfinished]
         holder = self._lease.held_by_other()
         if holder is None:
             self._lease.renew()
-            clean_root(self._root, now_s=self._clock.wall_s())
+            spared = frozenset[str]().union(*(one.files for one in unfinished))
+            clean_root(self._root, now_s=self._clock.wall_s(), spared=spared)
         else:
             _log.warning(
                 "%s: run %s on %s (pid %d) may still be at work there; nothing is cleaned up",
                 *(self._root.location, holder.run_id, holder.host, holder.pid),
             )
         if fresh_start:
-            return choose_nothing(self._root)
+            return choose_nothing(self._root, also)
         if step is not None:
-            return choose_step(self._root, step, depth)
-        choice = choose_newest(self._root, depth, broken)
+            return choose_step(self._root, step, depth, also)
+        choice = choose_newest(self._root, depth, broken, also)
         for text in choice.passed_over:
             _log.warning("%s: passed over %s", self._root.location, text)
         return choice
 
-    def _load(self, name: str, step: int) -> None:
+    def _load(self, name: str, step: int, local: Unfinished | None) -> frozenset[str]:
+        """Load a checkpoint into the state; return its files, as far as they are known."""
         folder = self._root.child(name)
+
+        def content() -> bytes:
+            return folder.read(names.METADATA) if local is None else local.content
+
         # Read once for all ranks: on shared file systems others might not see it yet.
-        known = self._agree.decide(
-            lambda: metadata_format.load(folder.read(names.METADATA), folder.location)
-        )
+        known = self._agree.decide(lambda: metadata_format.load(content(), folder.location))
         reader = CheckFreqReader(folder, threads=self._threads, known=known)
         target = self._state.targets(known[0], folder.location)
         dcp_load(
@@ -135,3 +206,4 @@ class Restorer:
             no_dist=self._agree.is_alone,
         )
         self._state.restore(target, step)
+        return frozenset(known[1].files if known[1] is not None else ())
