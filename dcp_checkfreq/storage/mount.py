@@ -80,8 +80,7 @@ class MountTier(LocalTier):
         except FileExistsError:
             raise
         except OSError as error:
-            # It may have been refused only the sync of the folder, after the link.
-            if error.errno not in _REFUSED or os.path.lexists(self._join(name)):
+            if error.errno not in _REFUSED:
                 raise
             _log.debug("%s: no link and no rename here (%s)", self._path, error)
             self.write_shard(name, [memoryview(data)], len(data))
