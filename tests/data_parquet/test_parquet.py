@@ -362,6 +362,7 @@ def test_the_random_state_of_the_training_is_not_touched(source):
 
 
 def test_a_loader_that_is_let_go_ends_its_workers_and_threads_at_once(source):
+    gc.collect()  # what failed in other tests may be held by its error
     gc.disable()
     try:
         loader = ResumableParquetLoader(source, 10, num_workers=2)

@@ -239,6 +239,7 @@ def test_completed_and_open_shards_are_what_was_handed_out(source):
 
 
 def test_a_loader_that_is_let_go_ends_its_workers_and_threads_and_closes_its_files(source):
+    gc.collect()  # what failed in other tests may be held by its error
     gc.disable()
     try:
         loader = loader_of(source, num_workers=2)
