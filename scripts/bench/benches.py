@@ -65,12 +65,14 @@ class Options:
         )  # fmt: skip
 
     def report(
-        self, bench: str, case: str, folder: Path, result: dict[str, Any], *, cold: bool = False
-    ) -> Report:
-        """Return the report of one measured case."""
+        self, bench: str, case: str, folder: Path, result: dict[str, Any], *, cold: bool = False,
+        more: dict[str, Any] | None = None,
+    ) -> Report:  # fmt: skip
+        """Return the report of one measured case; ``more`` goes to its config."""
         config = {
             "state": self.state, "scale": self.scale, "place": self.place, "case": case,
             "folder": str(folder), "repeats": self.repeats, "seed": self.seed, "cold": cold,
+            **(more or {}),
         }  # fmt: skip
         return make_report(
             bench, result["samples"], config=config, state_bytes=int(result["bytes"]), folder=folder

@@ -17,7 +17,8 @@ from machine import describe_code, describe_machine, describe_versions
 from spec import Samples
 
 SCHEMA = "dcp_checkfreq.bench/1"
-REFERENCE_ARMS = ("stock", "stock_t1", "limit", "limit_direct")  # ratios are given against these
+# ratios are given against these
+REFERENCE_ARMS = ("stock", "stock_t1", "limit", "limit_direct", "dataloader", "dali_native")
 
 
 def make_report(
@@ -25,7 +26,7 @@ def make_report(
 ) -> dict[str, Any]:
     """Return one run as plain values: what, with what, every raw value, ratios, goals.
 
-    ``config["case"]`` names the ranks: "1", or "2->4" for a reshard.
+    ``config["case"]`` names the ranks: "1", or "2->4" for a reshard; for data, the workers.
     """
     arms = {
         arm: {metric: _spread(values) for metric, values in sorted(metrics.items())}
@@ -72,7 +73,7 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     config = report["config"]
     title = (
         f"{report['bench']} {config['state']} {config['scale']}, {_human(report['state_bytes'])}, "
-        f"{config['place']}, ranks {config['case']}, {config['repeats']} repeats"
+        f"{config['place']}, {config.get('case_of', 'ranks')} {config['case']}, {config['repeats']} repeats"
     )
     metrics = list(dict.fromkeys(m for figures in report["arms"].values() for m in figures))
     table = Table(title=title, caption="medians; wall seconds with (min to max)")
@@ -85,6 +86,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     code, dirty = report["git"]["hash"][:9], " (dirty)" if report["git"]["dirty"] else ""
     console.print(f"{report['when']}  git {code}{dirty}  {report['machine']['cpu']}, "
                   f"load {report['machine']['load_average_1min']:.1f}")  # fmt: skip
+    for arm, reason in config.get("skipped", {}).items():
+        console.print(f"{arm} skipped: {reason}")
     if report["goals"]:
         _print_goals(report["goals"], console)
 

@@ -24,12 +24,14 @@ from benches import (
     reshard_bench,
     save_bench,
 )
+from benches_data import LOADS, data_bench
 from report import print_report, read_reports, save_reports
 from states import SCALES, STATES
 
 StateName = Enum("StateName", {name: name for name in STATES}, type=str)
 Scale = Enum("Scale", {name: name for name in SCALES}, type=str)
 Place = Enum("Place", {name: name for name in PLACES}, type=str)
+LoadName = Enum("LoadName", {name: name for name in LOADS}, type=str)
 
 Out = Annotated[Path, typer.Option(help="where the JSON goes")]
 StateOf = Annotated[StateName, typer.Option(help="gpt: 1.71 GiB in 784; many: 10,000 x 16 KiB")]
@@ -39,6 +41,8 @@ RankCount = Annotated[int, typer.Option(min=1, help="worker processes")]
 Repeats = Annotated[int, typer.Option(min=1, help="measured rounds, after one warm-up round")]
 ScaleOf = Annotated[Scale, typer.Option(help="small: seconds, for smoke tests")]
 Arms = Annotated[str, typer.Option(help="comma-separated; default all")]
+LoadOf = Annotated[LoadName, typer.Option(help="what is loaded, or a resume")]
+Workers = Annotated[str, typer.Option(help="numbers of worker processes, comma-separated")]
 Seed = Annotated[int, typer.Option(help="of the order of the arms")]
 Cases = Annotated[str, typer.Option(help="saved:loaded ranks, comma-separated")]
 
@@ -87,6 +91,16 @@ def reshard(
     """Loads on another number of ranks than saved: time, and bytes read for bytes needed."""
     options = _options(state, place, folder, 1, repeats, scale, arms, seed)
     _finish(reshard_bench(options, cases), out)
+
+
+@app.command()
+def data(
+    out: Out, load: LoadOf = LoadName.decode, workers: Workers = "0,2", folder: Folder = None,
+    repeats: Repeats = 5, scale: ScaleOf = Scale.full, arms: Arms = "", seed: Seed = 0,
+) -> None:  # fmt: skip
+    """Data loaders: samples per second, CPU per sample, time to resume, bytes of the state."""
+    options = _options(load, Place.disk, folder, 1, repeats, scale, arms, seed)
+    _finish(data_bench(options, workers), out)
 
 
 @app.command()

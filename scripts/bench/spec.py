@@ -22,6 +22,7 @@ class Spec:
     arms: tuple[str, ...]
     seed: int = 0  # of the order of the arms
     cold: bool = False  # drop the page cache before each measured call
+    workers: int = 0  # that load data
 
     def dump(self, path: Path) -> None:
         """Write this spec to ``path``."""

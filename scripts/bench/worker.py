@@ -10,6 +10,7 @@ from typing import Any
 
 from harness import Ranks
 from jobs_async import first_job, slowdown_job
+from jobs_data import data_job, resume_job
 from jobs_storage import load_job, prepare_job, save_first_job, save_job
 from spec import Spec
 
@@ -20,6 +21,8 @@ JOBS: dict[str, Callable[[Spec, Ranks], dict[str, Any]]] = {
     "load": load_job,
     "async_first": first_job,
     "async_slowdown": slowdown_job,
+    "data": data_job,
+    "data_resume": resume_job,
 }
 
 
