@@ -120,7 +120,7 @@ class StagedTier:
 
     def _note(self, shard: str) -> None:
         note = note_of(shard)
-        self.local.replace(note, b"", scratch=f"{note}.{names.new_attempt()}")
+        self.local.replace(note, b"", scratch=f"{note}.{names.new_attempt()}.tmp")
 
     def forget_notes(self, shards: Iterable[str]) -> None:
         """Say that shards are not on the slow side, or will not be for long."""

@@ -38,6 +38,7 @@ _NOTE = ".up"
 # Left free for everybody else on the node's disk.
 _RESERVE_SHARE, _RESERVE_AT_MOST_BYTES = 0.05, 10 << 30
 _LOCK_WITHIN_S = 2.0
+_SCRATCH = re.compile(r".+\.([0-9a-f]{12})\.tmp", re.ASCII)
 _LOCK = re.compile(r"\.([0-9a-f]{12})\.lock", re.ASCII)
 
 
@@ -49,6 +50,7 @@ class LocalFolder:
     record: bytes | None  # the local commit, if it is on this node and nobody is at work here
     files: Mapping[str, int]  # shards with their sizes in bytes
     uploaded: frozenset[str]  # shards that are complete on the slow side, here or not
+    is_busy: bool = False  # a process is at work here
 
 
 def note_of(shard: str) -> str:
@@ -168,10 +170,11 @@ class StagingArea:
             else:
                 files[entry.name] = entry.size_bytes
         record = None
-        if all(over.values()) and any(entry.name == names.METADATA for entry in entries):
+        is_busy = not all(over.values())
+        if not is_busy and any(entry.name == names.METADATA for entry in entries):
             with contextlib.suppress(FileNotFoundError):
                 record = folder.read(names.METADATA)
-        return LocalFolder(name, record, files, frozenset(uploaded))
+        return LocalFolder(name, record, files, frozenset(uploaded), is_busy)
 
     # --- what may go ---
 
@@ -244,14 +247,21 @@ class StagingArea:
             folder.delete(names.METADATA)
             folder.sync()
         self._delete(folder, (found.files.keys() | found.uploaded) - kept)
-        if whole:  # else another rank of this node may be about to write into it
-            folder.remove()
+        if not whole:  # another rank of this node may be about to write into it
+            return
+        if not found.is_busy:
+            for entry in folder.list():
+                if _SCRATCH.fullmatch(entry.name):
+                    folder.delete(entry.name)
+        folder.remove()
 
     def _clear_locks(self) -> None:
         """Remove the lock files of attempts that are over."""
         if not isinstance(self.local, LocalTier):
             return
         for entry in self.local.list():
+            if _SCRATCH.fullmatch(entry.name):
+                self.local.delete(entry.name)
             parsed = _LOCK.fullmatch(entry.name)
             if parsed is None or parsed[1] in self._claimed:
                 continue
@@ -291,7 +301,7 @@ class StagingArea:
             self.clear({})
             self.local.make()
             self.local.replace(
-                ROOT_ID, root_id.encode(), scratch=f"{ROOT_ID}.{names.new_attempt()}"
+                ROOT_ID, root_id.encode(), scratch=f"{ROOT_ID}.{names.new_attempt()}.tmp"
             )
 
     def root_id(self) -> str | None:

@@ -1,0 +1,105 @@
+"""A staged run really dies by SIGKILL at each of its calls to either disk; a new one goes on."""
+
+import itertools
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from staged_runs import train
+
+from dcp_checkfreq import find_latest_valid
+
+pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(600)]
+
+KILLED = -signal.SIGKILL
+
+
+@pytest.fixture(scope="module")
+def child():
+    process = subprocess.Popen(
+        [sys.executable, str(Path(__file__).parent / "staged_kill_child.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+
+    def run(mode, n, folder):
+        process.stdin.write(f"{mode} {n} {folder}\n")
+        process.stdin.flush()
+        line = process.stdout.readline()
+        assert line, "the child died itself"
+        code, moment = line.rstrip("\n").split(" ", 1)
+        return int(code), moment
+
+    with process:  # closes its stdin and waits, so it ends by itself
+        assert process.stdout.readline() == "ready\n"
+        yield run
+    assert process.returncode == 0
+
+
+def look(folder):
+    """Return the step that a start on new nodes, and one on the same node, goes on from.
+
+    What is looked at is loaded with its exact values by `train`.
+    """
+    slow, nvme = folder / "slow", folder / "nvme"
+    copy = shutil.copytree(slow, folder / "slow, seen from a new node")
+    assert find_latest_valid(copy, depth="digest").step == train(copy, folder / "new nvme", 0)
+    elsewhere = train(copy, folder / "new nvme", 1)
+    found = find_latest_valid(slow, staging_dir=nvme, depth="digest")
+    here = train(slow, nvme, 0)
+    assert found.step == here
+    # the upload is finished, and nothing of the dead attempt is left on the local disk
+    assert find_latest_valid(slow, depth="digest").step == here
+    train(slow, nvme, 1)
+    assert find_latest_valid(slow, depth="digest").step == here + 1
+    left = [name for _, _, names in os.walk(nvme) for name in names]
+    assert sorted(name.rpartition(".")[2] for name in left) == ["distcp", "root-id", "up"]
+    return elsewhere, here
+
+
+def test_a_kill_at_any_call_leaves_the_old_step_or_the_new_one_on_both_sides(child, tmp_path):
+    seen = []
+    for n in itertools.count():
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        code, moment = child("save", n, folder)
+        elsewhere, here = look(folder)
+        seen.append((elsewhere, here))
+        assert elsewhere <= here
+        assert here in (2, 3), moment
+        if code != KILLED:
+            assert code == 0
+            break
+        shutil.rmtree(folder)
+    print(*seen)
+    assert seen == sorted(seen), "once there, it stays there"
+    assert set(seen) == {(2, 2), (2, 3), (3, 3)}
+    assert n >= 40, n
+
+
+@pytest.mark.parametrize("pieces", [0, 1, 3])
+def test_a_kill_in_the_midst_of_an_upload_costs_nothing_on_the_same_node(child, tmp_path, pieces):
+    code, moment = child("upload", pieces, tmp_path)
+    assert code == KILLED, moment
+    assert look(tmp_path) == (2, 3)
+
+
+def test_a_kill_while_an_upload_is_being_finished_costs_nothing_either(child, tmp_path):
+    for n in itertools.count():
+        folder = tmp_path / str(n)
+        folder.mkdir()
+        assert child("upload", 1, folder)[0] == KILLED
+        code, moment = child("resume", n, folder)
+        elsewhere, here = look(folder)
+        assert here == 3, moment
+        assert elsewhere in (2, 3)
+        if code != KILLED:
+            assert (code, elsewhere) == (0, 3)
+            break
+        shutil.rmtree(folder)
+    assert n >= 20, n
