@@ -94,9 +94,11 @@ class _Stateful(_Arm):
 
     def check(self, batch: Any, percent: int) -> None:
         first = self.position(percent)
-        permutation = torch.randperm(
-            self.length, generator=torch.Generator().manual_seed(SEED)
-        )
+        # with workers the sampler is begun twice, so the seed alone does not tell the order
+        state = self._first["_snapshot"]["_main_snapshot"] if self.workers else self._first
+        generator = torch.Generator()
+        generator.set_state(state["_sampler_iter_state"]["sampler_iter_state"]["generator"])
+        permutation = torch.randperm(self.length, generator=generator)
         _same(batch, permutation[first : first + BATCH_SIZE].tolist())
 
 
