@@ -11,13 +11,14 @@ from pathlib import Path
 import jobs_agreement
 import jobs_saving
 import jobs_sharding
+import jobs_staged
 import jobs_training
 import torch
 import torch.distributed as dist
 from jobs import DEADLY, JOBS
 
 # Importing a module of jobs registers them.
-MODULES = (jobs_agreement, jobs_saving, jobs_sharding, jobs_training)
+MODULES = (jobs_agreement, jobs_saving, jobs_sharding, jobs_staged, jobs_training)
 
 
 def main():
