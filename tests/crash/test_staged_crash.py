@@ -12,6 +12,7 @@ import pytest
 from staged_runs import train
 
 from dcp_checkfreq import find_latest_valid
+from dcp_checkfreq.testing import CrashTier, ManualClock, MemoryTier
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(600)]
 
@@ -103,3 +104,31 @@ def test_a_kill_while_an_upload_is_being_finished_costs_nothing_either(child, tm
             break
         shutil.rmtree(folder)
     assert n >= 20, n
+
+
+def test_a_power_loss_at_any_step_on_either_disk_leaves_the_old_step_or_the_new_one(monkeypatch):
+    """One disk holds both sides; what was not synced is lost, kept, or lost in parts."""
+    monkeypatch.setattr(CrashTier, "location", MemoryTier.location)  # the same after the restart
+    start = MemoryTier()
+    train(start.child("slow"), start.child("nvme"), 2)
+    seen = set()
+    for n in itertools.count():
+        disk = CrashTier(start, crash_at=n, clock=ManualClock(wall_s=1e9))
+        try:
+            train(disk.child("slow"), disk.child("nvme"), 1)
+        except BaseException:
+            if not disk.crashed:
+                raise
+        for keep in ("none", "all", 1, 2):
+            left = disk.after_power_loss(keep=keep)
+            here = train(left.child("slow"), left.child("nvme"), 0)
+            left = disk.after_power_loss(keep=keep)
+            elsewhere = train(left.child("slow"), MemoryTier(), 0)
+            assert elsewhere in (2, 3)
+            assert here in (elsewhere, 3), (n, keep, disk.log[-5:])
+            if keep == "none":
+                seen.add((elsewhere, here))
+        if not disk.crashed:
+            break
+    print(n, sorted(seen))
+    assert seen == {(2, 2), (2, 3), (3, 3)}

@@ -3,6 +3,7 @@
 import errno
 import os
 import signal
+import time
 
 import torch
 import torch.distributed as dist
@@ -161,6 +162,25 @@ class Dies(ForwardingTier):
         for piece in pieces:
             yield piece[: len(piece) // 2]
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+class Slow(ForwardingTier):
+    """Takes six seconds for each shard."""
+
+    def around_pieces(self, name, pieces):
+        time.sleep(6)
+        return pieces
+
+
+@job
+def staged_upload_outlasts_the_timeout(shared):
+    """Ranks wait for each other for three seconds only; rank 1 uploads for six."""
+    nodes = nodes_of(shared, "outlasts")
+    root = LocalTier(shared / "outlasts" / "slow")
+    wrong = []
+    slow = Slow(root) if dist.get_rank() == 1 else root
+    train(slow, nodes[dist.get_rank()], 1, wrong=wrong, timeout_s=3)
+    return {"whole": whole(root), "wrong": wrong}
 
 
 @job

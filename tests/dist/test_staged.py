@@ -22,6 +22,7 @@ def two(shared):
             "staged_one_node_is_new",
             "staged_on_one_node",
             "staged_one_disk_is_full",
+            "staged_upload_outlasts_the_timeout",
         ],
     )
 
@@ -58,6 +59,11 @@ def test_on_one_node_training_goes_on_before_the_upload_is_finished(two):
 def test_a_rank_without_a_local_disk_does_not_hold_up_the_others(two):
     for answer in values(two["staged_one_disk_is_full"]):
         assert (answer["restored"], answer["whole"], answer["wrong"]) == (3, 3, [])
+
+
+def test_an_upload_may_take_longer_than_ranks_wait_for_each_other(two):
+    for answer in values(two["staged_upload_outlasts_the_timeout"]):
+        assert (answer["whole"], answer["wrong"]) == (1, [])
 
 
 def test_ranks_that_are_killed_in_their_uploads_lose_nothing(shared):
