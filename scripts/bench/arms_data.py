@@ -10,10 +10,10 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from dcp_checkfreq.data import ResumableDALILoader, ResumableDALIReader, ResumableLoader
 from torch.utils.data import DataLoader
 
 from data_sets import Images, Numbers, from_random, from_sample_rng
-from dcp_checkfreq.data import ResumableDALILoader, ResumableDALIReader, ResumableLoader
 from peers_data import NativeDALI, build_fed, build_native, streaming_loader, write_mds
 
 

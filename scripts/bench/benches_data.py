@@ -20,12 +20,16 @@ LOADS = {
 
 
 def data_bench(options: Options, workers: str) -> list[Report]:
-    """Measure one load (``options.state``) with each number of workers, like "0,2"."""
+    """Measure one load (``options.state``) with each number of workers, like "0,2".
+
+    Raises:
+        ValueError: an arm is not known, or no arm that was asked for can run here.
+    """
     asked = options.pick(LOADS[options.state])
     skipped = {arm: reason for arm in asked if (reason := _missing(arm))}
     arms = tuple(arm for arm in asked if arm not in skipped)
     if not arms:
-        return []
+        raise ValueError(f"none of the arms can run here: {skipped}")
     job = "data_resume" if options.state == "resume" else "data"
     reports = []
     for count in (int(text) for text in workers.split(",")):

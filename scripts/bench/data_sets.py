@@ -10,15 +10,16 @@ from typing import Any
 
 import numpy as np
 import torch
+from dcp_checkfreq.data import sample_rng
 from PIL import Image
 from torch.utils.data import Dataset
-
-from dcp_checkfreq.data import sample_rng
 
 SIZE = (500, 375)  # width and height, about the mean of ImageNet
 CROP = 224
 PNG_EVERY = 8  # the others are JPEG
-_MEAN, _STD = (torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+_MEAN, _STD = (
+    torch.tensor(v).view(3, 1, 1) for v in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225))
+)
 
 
 def write_images(folder: Path, count: int) -> list[str]:

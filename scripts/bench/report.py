@@ -73,7 +73,8 @@ def print_report(report: dict[str, Any], console: Console) -> None:
     config = report["config"]
     title = (
         f"{report['bench']} {config['state']} {config['scale']}, {_human(report['state_bytes'])}, "
-        f"{config['place']}, {config.get('case_of', 'ranks')} {config['case']}, {config['repeats']} repeats"
+        f"{config['place']}, {config.get('case_of', 'ranks')} {config['case']}, "
+        f"{config['repeats']} repeats"
     )
     metrics = list(dict.fromkeys(m for figures in report["arms"].values() for m in figures))
     table = Table(title=title, caption="medians; wall seconds with (min to max)")

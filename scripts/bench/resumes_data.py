@@ -8,11 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from dcp_checkfreq.data import ResumableLoader
+from dcp_checkfreq.data.order import order
 from torch.utils.data import DataLoader
 
 from data_sets import Numbers
-from dcp_checkfreq.data import ResumableLoader
-from dcp_checkfreq.data.order import order
 from peers_data import streaming_loader, write_mds
 
 PERCENTS = (10, 50, 99)
@@ -81,9 +81,7 @@ class _Stateful(_Arm):
         from torchdata.stateful_dataloader import StatefulDataLoader
         from torchdata.stateful_dataloader.sampler import RandomSampler
 
-        sampler = RandomSampler(
-            Numbers(self.length), generator=torch.Generator().manual_seed(SEED)
-        )
+        sampler = RandomSampler(Numbers(self.length), generator=torch.Generator().manual_seed(SEED))
         return StatefulDataLoader(
             Numbers(self.length), BATCH_SIZE, sampler=sampler, num_workers=self.workers
         )

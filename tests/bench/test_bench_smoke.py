@@ -17,7 +17,16 @@ LOAD_ARMS = {
     "safetensors", "limit_pread", "limit_direct",
 }  # fmt: skip
 ASYNC_ARMS = {"ours", "ours_kept_planner", "stock", "stock_kept_stager"}
-MAY_BE_ZERO = {"extra_peak_bytes", "first_extra_peak_bytes", "syscall_read_bytes", "cpu_s"}
+DATA_ARMS = {
+    "decode": {"dataloader", "ours_global", "ours_explicit", "ours_none"},
+    "trivial": {"dataloader", "ours_global", "ours_explicit", "ours_none"},
+    "dali": {"dali_native", "ours_dali", "ours_dali_reader"},
+    "resume": {"ours_1e6", "ours_1e8", "ours_1e9", "dataloader_1e6", "dataloader_1e7"},
+}
+MAY_BE_ZERO = {
+    "extra_peak_bytes", "first_extra_peak_bytes", "syscall_read_bytes", "cpu_s",
+    "cpu_us_per_sample",
+}  # fmt: skip
 MAY_BE_NEGATIVE = {"py_lost_s", "mm_lost_s"}  # a difference of two measured times
 
 pytestmark = [pytest.mark.bench, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -82,6 +91,26 @@ def test_reshard_measures_loads_on_another_number_of_ranks(tmp_path):
     _, (report,) = bench(tmp_path, "reshard", "--cases", "2:1")
     assert report["config"]["case"] == "2->1"
     assert_sound(report, {"ours", "stock"})
+
+
+@pytest.mark.parametrize("load", DATA_ARMS)
+def test_data_measures_epochs_and_resumes_with_the_peers_that_are_installed(tmp_path, load):
+    if load == "dali":
+        pytest.importorskip("nvidia.dali", reason="DALI is not installed")
+    _, reports = bench(tmp_path, "data", "--load", load, "--workers", "0,1")
+    assert [report["config"]["case"] for report in reports] == ["0", "1"]
+    for report in reports:
+        arms = set(report["arms"])
+        assert DATA_ARMS[load] <= arms, "what needs no peer always runs"
+        assert not arms & set(report["config"]["skipped"])
+        assert_sound(report, arms)
+        for arm, metrics in report["arms"].items():
+            if arm.startswith("ours") and arm != "ours_dali_reader":
+                assert metrics["state_bytes"]["max"] < 200
+            if load == "resume" and arm.startswith("ours"):
+                assert {"fresh_s", "at_10_s", "at_50_s", "at_99_s"} <= set(metrics)
+            elif load != "resume":
+                assert {"samples_per_s", "cpu_us_per_sample"} <= set(metrics)
 
 
 def test_an_unknown_arm_is_refused(tmp_path):
