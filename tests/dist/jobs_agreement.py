@@ -325,7 +325,8 @@ def tuned(root, rank, *, saves, collectives, wild=False, most_steps=4000):
     folder = root / f"step_{found.step:08d}"
     dcp.load(target, storage_reader=CheckFreqReader(folder), planner=CheckFreqLoadPlanner())
     right = bool((target["w.tensors.0"] == found.step).all())
-    return {"k": ks, "saved": saved, "bad": bad, "right": right}
+    last = ckpt.interval_steps  # the save that `close` waited for may have changed it
+    return {"k": ks, "last": last, "saved": saved, "bad": bad, "right": right}
 
 
 @job
@@ -350,6 +351,19 @@ def ranks_agree_whatever_their_clocks_say(shared):
 def ranks_agree_without_collectives(shared):
     """Nothing but saves keeps the ranks together: they are at different steps most of the time."""
     return tuned(shared / "agree_2", dist.get_rank(), saves=140, collectives=False)
+
+
+@job
+def a_restart_knows_its_interval(shared):
+    """Return k at once of the same job, and of one whose rank 3 holds something else."""
+    answer = []
+    for own in (0, "text" if dist.get_rank() == 3 else 0):
+        parts = {"w": torch.zeros(5000), "own": PerRank(own)}
+        if own:
+            parts["more"] = PerRank(torch.zeros(5000))
+        with Checkpointer(shared / "agree_2", parts, max_overhead=0.9, timeout_s=60) as ckpt:
+            answer.append(ckpt.interval_steps)
+    return answer
 
 
 # --- errors ---

@@ -4,7 +4,10 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from launch import start, values
+
+from dcp_checkfreq import Checkpointer, PerRank
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -20,6 +23,7 @@ ON_FOUR = [
     "ranks_agree_beside_collectives",
     "ranks_agree_without_collectives",
     "ranks_agree_whatever_their_clocks_say",
+    "a_restart_knows_its_interval",
 ]
 
 
@@ -129,6 +133,15 @@ def test_all_ranks_have_the_same_interval_at_every_step(four, kind):
 @pytest.mark.parametrize("kind", ["beside_collectives", "whatever_their_clocks_say"])
 def test_background_collectives_never_mix_with_those_of_the_training(four, kind):
     assert [answer["bad"] for answer in values(four[f"ranks_agree_{kind}"])] == [0] * 4
+
+
+def test_a_restart_on_all_ranks_knows_the_interval_unless_a_rank_or_the_world_differs(shared, four):
+    answers = values(four["a_restart_knows_its_interval"])
+    last = values(four["ranks_agree_without_collectives"])[0]["last"]
+    assert answers == [[last, None]] * 4
+    parts = {"w": torch.zeros(5000), "own": PerRank(0)}
+    with Checkpointer(shared / "agree_2", parts, max_overhead=0.9) as ckpt:
+        assert ckpt.interval_steps is None, "one process is not four"
 
 
 # --- errors ---
