@@ -380,12 +380,14 @@ class Checkpointer:
         """Upload and publish in the background what was restored from the local disks."""
         copies = self._copies
         assert copies is not None
-        self._measured = Measured(self._pacer.mode)
-        self._saver.begin_finishing(
-            unfinished.record.step,
-            lambda: copies.finish(unfinished, self._lease.renew_quietly),
-            self._measured,
-        )
+        measured = self._measured = Measured(self._pacer.mode)
+
+        def finish() -> None:
+            begun_s = self._clock.monotonic_s()
+            copies.finish(unfinished, self._lease.renew_quietly)
+            measured.persist_s = self._clock.monotonic_s() - begun_s
+
+        self._saver.begin_finishing(unfinished.record.step, finish, measured)
 
     def _finish_in_flight(self, *, must_raise: bool = False) -> None:
         ended = self._saver.ended()
