@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from dcp_checkfreq.errors import BadLocation
 from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.remote import RemoteTier
 from dcp_checkfreq.storage.tier import Tier
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)
@@ -16,12 +19,19 @@ _SQUASHED_URL = re.compile(r"[A-Za-z][A-Za-z0-9+.\-]+:/[^/]")
 Location = str | os.PathLike[str] | Tier
 
 
-def open_tier(location: Location, *, direct_io: bool | None = None) -> Tier:
+def open_tier(
+    location: Location,
+    *,
+    direct_io: bool | None = None,
+    storage_options: Mapping[str, Any] | None = None,
+) -> Tier:
     """Return the tier of a folder; touches nothing.
 
     Args:
-        location: a local path (text or PathLike), ``file://`` URL, or a tier.
+        location: a local path (text or PathLike), ``file://`` or fsspec URL, or a tier.
         direct_io: see `LocalTier`.
+        storage_options: for the file system of a URL, as fsspec's own take them (for ``s3://``
+            those of s3fs). A tier has its own already.
 
     Raises:
         BadLocation: not something this package can store in.
@@ -41,15 +51,30 @@ def open_tier(location: Location, *, direct_io: bool | None = None) -> Tier:
             text, "looks like a URL that went through pathlib.Path, which drops a slash: pass a str"
         )
     url = _URL.fullmatch(text)
+    if url is not None and url[1].lower() not in ("file", "local"):
+        return _remote(url[1], url[2], dict(storage_options or {}))
+    if storage_options:
+        raise BadLocation(text, "storage_options are for URLs of other storages, this is local")
     if url is None:
         return LocalTier(text, direct_io=direct_io)
-    if url[1].lower() in ("file", "local"):
-        if not url[2].startswith("/"):
-            raise BadLocation(text, "a file URL needs an absolute path: file:///...")
-        return LocalTier(url[2], direct_io=direct_io)
-    raise BadLocation(
-        text, f"{url[1]}:// is not supported in this version: only local paths and file://"
-    )
+    if not url[2].startswith("/"):
+        raise BadLocation(text, "a file URL needs an absolute path: file:///...")
+    return LocalTier(url[2], direct_io=direct_io)
+
+
+def _remote(protocol: str, rest: str, options: dict[str, Any]) -> RemoteTier:
+    import fsspec
+
+    url = f"{protocol.lower()}://{rest}"
+    host = rest.partition("/")[0]
+    if "@" in host:
+        # Not shown again: what is before the @ may be a password.
+        raise BadLocation(f"{protocol}://...@...", "pass credentials in storage_options instead")
+    if protocol.lower() not in fsspec.available_protocols():
+        raise BadLocation(url, f"fsspec knows no {protocol}://")
+    if not rest.strip("/"):
+        raise BadLocation(url, "names no bucket or folder")
+    return RemoteTier(url, options)
 
 
 def can_open(location: Location) -> bool:

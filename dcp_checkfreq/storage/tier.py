@@ -15,6 +15,13 @@ from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 
+class StaleCredentials(PermissionError):
+    """The credentials ran out in the middle of a write, which left nothing.
+
+    New ones will be asked for at the next call: whoever still has the content should try again.
+    """
+
+
 @dataclass(frozen=True, slots=True)
 class Entry:
     """One name in a folder."""
@@ -58,7 +65,11 @@ class Tier(Protocol):
         ...
 
     def make(self) -> None:
-        """Make this folder and its parents exist, durably. No error if they do."""
+        """Make this folder and its parents exist, durably. No error if they do.
+
+        Where folders are only parts of names (object stores) there is nothing to make, and a
+        folder is listed from its first file to its last.
+        """
         ...
 
     def list(self) -> list[Entry]:
@@ -110,3 +121,8 @@ class Tier(Protocol):
     def remove(self) -> None:
         """Remove this folder if it is empty; no error if it is missing or not empty."""
         ...
+
+
+def reads_at_once(tier: Tier) -> int:
+    """Return how many reads at once a tier is best asked for."""
+    return int(getattr(tier, "reads_at_once", 2))

@@ -1,0 +1,139 @@
+"""A folder of a remote storage: any fsspec URL; S3 straight from memory, by ranges and in parallel.
+
+Objects are written under their final names, once, and published by one small write. Nothing is
+renamed or copied.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from dcp_checkfreq.storage.remote_files import RETRY_FOR_S, FsspecFiles, Head, files_of
+from dcp_checkfreq.storage.remote_options import Options
+from dcp_checkfreq.storage.tier import Entry
+
+READS_AT_ONCE = 8  # an answer takes tens of milliseconds, whatever its size
+
+
+class RemoteTier:
+    """One folder of a remote storage. See `Tier` for what each call promises.
+
+    On an object store a folder is there as long as something is in it. `create` is exclusive where
+    the server honours conditional writes, which is tried out once per bucket and process; elsewhere
+    it looks, then writes (`docs/object-storage.md`).
+
+    Pickles without secrets: in another process (not a forked one) keys that were given in
+    ``options`` are missing, and the file system looks for its own (environment, profile, role).
+
+    Args:
+        url: of the folder.
+        options: for the fsspec file system, as it takes them.
+        retry_for_s: how long a call is tried again after throttling, 5xx and broken connections.
+    """
+
+    reads_at_once = READS_AT_ONCE
+
+    def __init__(
+        self, url: str, options: dict[str, Any] | None = None, *, retry_for_s: float = RETRY_FOR_S
+    ) -> None:
+        self._url = url.rstrip("/")
+        protocol = url.partition("://")[0].lower()
+        self._files: FsspecFiles = files_of(protocol, Options(options or {}), retry_for_s)
+
+    def __repr__(self) -> str:
+        return f"RemoteTier({self._url!r})"
+
+    @property
+    def location(self) -> str:
+        """The URL."""
+        return self._url
+
+    def child(self, name: str) -> RemoteTier:
+        """Return the tier of a folder inside this one."""
+        below = RemoteTier.__new__(RemoteTier)
+        below._url, below._files = f"{self._url}/{name}", self._files
+        return below
+
+    def _path(self, name: str = "") -> str:
+        base = self._files.path_of(self._url)
+        return f"{base.rstrip('/')}/{name}" if name else base
+
+    def make(self) -> None:
+        """Make the folder where there are folders; refuse the name of a file everywhere."""
+        path = self._path()
+        try:
+            self._files.head(path)
+        except (FileNotFoundError, IsADirectoryError):
+            self._files.make_folder(path)
+            return
+        raise NotADirectoryError(20, "is a file", self._url)
+
+    def list(self) -> list[Entry]:
+        """Return what is in the folder, asked anew."""
+        return self._files.list(self._path())
+
+    def size(self, name: str) -> int:
+        """Return the size of a file in bytes."""
+        return self._files.head(self._path(name)).size_bytes
+
+    def read(self, name: str) -> bytes:
+        """Return the whole content of a file."""
+        return self._files.read(self._path(name))
+
+    def open(self, name: str) -> RemoteReader:
+        """Open a file for ranged reads."""
+        path = self._path(name)
+        return RemoteReader(self._files, path, self._files.head(path))
+
+    def write_shard(self, name: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
+        """Upload a new file from where its pieces lie; complete only if all of it arrived."""
+        path = self._path(name)
+        try:
+            self._files.head(path)
+        except FileNotFoundError:
+            self._files.upload(path, pieces, size_bytes)
+            return
+        raise FileExistsError(17, "is there already", f"{self._url}/{name}")
+
+    def sync(self) -> None:
+        """Do nothing: an object is durable, and its name with it, when its upload was answered."""
+
+    def create(self, name: str, data: bytes, *, scratch: str) -> None:
+        """Write an object only if its name is free."""
+        self._files.write_new(self._path(name), data, self._path(scratch))
+
+    def replace(self, name: str, data: bytes, *, scratch: str) -> None:
+        """Write an object in one request, over what was there."""
+        self._files.write(self._path(name), data)
+
+    def delete(self, name: str) -> None:
+        """Remove an object."""
+        self._files.delete(self._path(name))
+
+    def remove(self) -> None:
+        """Remove the folder if it is empty, where there are folders."""
+        self._files.remove_folder(self._path())
+
+
+class RemoteReader:
+    """An open remote file: one version of it, read by ranges from any thread."""
+
+    def __init__(self, files: FsspecFiles, path: str, head: Head) -> None:
+        self._files = files
+        self._path = path
+        self._head = head
+        self.size_bytes = head.size_bytes
+
+    def read_into(self, offset: int, target: memoryview) -> None:
+        """Fill ``target`` from ``offset`` on; `EOFError` if the file ends before."""
+        stop = offset + len(target)
+        if stop > self.size_bytes:
+            raise EOFError(
+                f"{self._path} has {self.size_bytes} bytes, {stop} were expected at least"
+            )
+        if len(target):
+            self._files.read_range(self._path, offset, target, self._head)
+
+    def close(self) -> None:
+        """Do nothing: connections belong to the file system."""

@@ -1,0 +1,360 @@
+"""Objects of any fsspec file system, by full path: small ones whole, large ones as streams.
+
+One file system object per process and set of options, made on first use and never shared with the
+caller's code: no listing cache, and sockets and event loops never cross a fork.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import logging
+import os
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from dcp_checkfreq.errors import BadLocation
+from dcp_checkfreq.storage.remote_errors import as_os_error, is_expired, is_passing, is_taken
+from dcp_checkfreq.storage.remote_options import Options
+from dcp_checkfreq.storage.remote_parts import checked, gathered, part_bytes
+from dcp_checkfreq.storage.tier import Entry
+
+_log = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+RETRY_FOR_S = 180.0  # from the first try of a call; also what each part of an upload gets
+_FIRST_WAIT_S = 0.1
+_LONGEST_WAIT_S = 15.0
+
+_lock = threading.Lock()
+_creating = threading.Lock()  # for file systems whose exclusive create is a look and a write
+_after_fork: list[object] = []  # closing what a parent opened would touch the parent's sockets
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """What is known of an object without reading it."""
+
+    size_bytes: int
+    version: object  # equal only for the same content written by the same call
+
+
+class FsspecFiles:
+    """Whole and ranged reads, writes, listing. All paths are as the file system has them."""
+
+    has_folders = True  # a folder can be there with nothing in it
+
+    def __init__(
+        self, protocol: str, options: Options, *, retry_for_s: float = RETRY_FOR_S
+    ) -> None:
+        self.protocol = protocol
+        self.options = options
+        self.retry_for_s = retry_for_s
+        self._fs: Any = None
+        self._pid = 0
+        self._creates: dict[str, bool] = {}  # by bucket: whether a conditional write is honoured
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.protocol!r}, {self.options!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return files_of, (self.protocol, self.options, self.retry_for_s)
+
+    # --- the file system object of this process ---
+
+    @property
+    def fs(self) -> Any:
+        """The file system; made anew in a forked child."""
+        with _lock:
+            if self._pid != os.getpid():
+                self._forget()
+            if self._fs is None:
+                self._fs = self._make()
+                self._pid = os.getpid()
+            return self._fs
+
+    def _forget(self) -> None:
+        if self._fs is not None and self._pid != os.getpid():
+            _after_fork.append(self._fs)
+        self._fs = None
+
+    def _make(self) -> Any:
+        import fsspec
+
+        try:
+            kind = fsspec.get_filesystem_class(self.protocol)
+        except (ImportError, ValueError) as error:
+            raise BadLocation(f"{self.protocol}://", str(error)) from error
+        return kind(**{**self.options.all(), **self._own_options()})
+
+    def _own_options(self) -> dict[str, Any]:
+        return {"use_listings_cache": False, "skip_instance_cache": True}
+
+    def renew(self) -> None:
+        """Ask for credentials again at the next call."""
+        with _lock:
+            self._fs = None
+
+    def path_of(self, url: str) -> str:
+        """Return what the file system itself calls a URL."""
+        return str(self.fs._strip_protocol(url))
+
+    def call(self, where: str, work: Callable[[Any], T]) -> T:
+        """Run ``work(fs)`` until it works, for a bounded time; raise what `as_os_error` makes of it.
+
+        Throttling, 5xx and broken lines are tried again with growing, random waits. Expired
+        credentials are asked for anew, once. Everything else is raised at once.
+        """
+        import tenacity
+
+        renewed = False
+
+        def again(state: tenacity.RetryCallState) -> bool:
+            nonlocal renewed
+            error = state.outcome.exception() if state.outcome else None
+            if error is None:
+                return False
+            if is_expired(error) and not renewed:
+                renewed = True
+                self.renew()
+                return True
+            return is_passing(error)
+
+        def tell(state: tenacity.RetryCallState) -> None:
+            if state.attempt_number == 1 and state.outcome:
+                error = state.outcome.exception()
+                _log.warning("%s: %s; trying again", where, as_os_error(error, where))  # type: ignore[arg-type]
+
+        retrying = tenacity.Retrying(
+            retry=again,
+            wait=tenacity.wait_random_exponential(_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
+            stop=tenacity.stop_after_delay(self.retry_for_s),
+            before_sleep=tell,
+            reraise=True,
+        )
+        try:
+            return retrying(lambda: work(self.fs))
+        except Exception as error:
+            told = as_os_error(error, where, lost_secrets=self.options.lost_secrets)
+            if told is error:
+                raise
+            raise told from error
+
+    # --- small things ---
+
+    def head(self, path: str) -> Head:
+        """Return size and version of a file.
+
+        Raises:
+            FileNotFoundError: there is none.
+            IsADirectoryError: it is a folder.
+        """
+        return self.call(path, lambda fs: self._head(fs, path))
+
+    def _head(self, fs: Any, path: str) -> Head:
+        fs.invalidate_cache()
+        info = fs.info(path)
+        if info.get("type") == "directory":
+            raise IsADirectoryError(21, "is a folder", path)
+        marks = ("ETag", "etag", "md5Hash", "generation", "created", "mtime", "modified", "size")
+        return Head(int(info["size"]), tuple(info.get(mark) for mark in marks))
+
+    def list(self, path: str) -> list[Entry]:
+        """Return what is in a folder; empty if there is none."""
+        return self.call(path, lambda fs: self._list(fs, path))
+
+    def _list(self, fs: Any, path: str) -> list[Entry]:
+        fs.invalidate_cache()
+        try:
+            found = fs.ls(path, detail=True)
+        except (FileNotFoundError, NotADirectoryError):
+            return []
+        entries = []
+        for info in found:
+            whole = info["name"].rstrip("/")
+            folder, _, name = whole.rpartition("/")
+            if name and folder.strip("/") == path.strip("/"):
+                is_folder = info["type"] == "directory"
+                size = 0 if is_folder else int(info["size"])
+                entries.append(Entry(name, is_folder, size, _modified_s(info)))
+        return entries
+
+    def read(self, path: str) -> bytes:
+        """Return the content of a small file."""
+        return self.call(path, lambda fs: bytes(fs.cat_file(path)))
+
+    def write(self, path: str, data: bytes) -> None:
+        """Make ``path`` hold ``data``, whatever it held."""
+        self.call(path, lambda fs: self._write(fs, path, data))
+
+    def _write(self, fs: Any, path: str, data: bytes) -> None:
+        fs.pipe_file(path, data)
+
+    def write_new(self, path: str, data: bytes, scratch: str) -> None:
+        """Make ``path`` hold ``data`` if it is not there; else raise `FileExistsError`.
+
+        Whoever finds exactly ``data`` there after a try without an answer takes it for its own.
+        """
+        exclusive = self._creates_exclusively(path, scratch)
+        tries = 0
+
+        def put(fs: Any) -> None:
+            nonlocal tries
+            tries += 1
+            try:
+                if exclusive:
+                    self._write_if_absent(fs, path, data)
+                else:
+                    self._look_and_write(fs, path, data)
+            except Exception as error:
+                if not is_taken(error):
+                    raise
+                if tries > 1 and bytes(fs.cat_file(path)) == data:
+                    return
+                raise FileExistsError(17, "is there already", path) from error
+
+        self.call(path, put)
+
+    def _write_if_absent(self, fs: Any, path: str, data: bytes) -> None:
+        with _creating:
+            fs.pipe_file(path, data, mode="create")
+
+    def _look_and_write(self, fs: Any, path: str, data: bytes) -> None:
+        with _creating:
+            try:
+                self._head(fs, path)
+            except FileNotFoundError:
+                self._write(fs, path, data)
+                return
+        raise FileExistsError(17, "is there already", path)
+
+    def _creates_exclusively(self, path: str, scratch: str) -> bool:
+        """Tell whether the server refuses to write over a file when asked to; tried out once."""
+        bucket = path.lstrip("/").partition("/")[0]
+        known = self._creates.get(bucket)
+        if known is None:
+            known = self._creates[bucket] = self.call(scratch, lambda fs: self._try(fs, scratch))
+            if not known:
+                _log.warning(
+                    "%s://%s has no conditional writes: two runs that save the same step at the "
+                    "same moment are not told apart there",
+                    self.protocol,
+                    bucket,
+                )
+        return known
+
+    def _try(self, fs: Any, scratch: str) -> bool:
+        self._write(fs, scratch, b"first")
+        try:
+            self._write_if_absent(fs, scratch, b"second")
+        except Exception as error:
+            if not (is_taken(error) or self._refuses(error)):
+                raise
+            return is_taken(error)
+        finally:
+            self._delete(fs, scratch)
+        return False
+
+    def _refuses(self, error: Exception) -> bool:
+        return isinstance(error, NotImplementedError | TypeError | ValueError)
+
+    def delete(self, path: str) -> None:
+        """Remove a file; no error if there is none."""
+        self.call(path, lambda fs: self._delete(fs, path))
+
+    def _delete(self, fs: Any, path: str) -> None:
+        with contextlib.suppress(FileNotFoundError):
+            fs.rm_file(path)
+
+    def make_folder(self, path: str) -> None:
+        """Make a folder, where there are any."""
+        self.call(path, lambda fs: fs.makedirs(path, exist_ok=True))
+
+    def remove_folder(self, path: str) -> None:
+        """Remove a folder if it is empty; no error otherwise."""
+        if not self.list(path):
+            # Missing, not empty after all, or nothing that can be removed: all the same here.
+            with contextlib.suppress(OSError):
+                self.call(path, lambda fs: fs.rmdir(path))
+
+    # --- large files ---
+
+    def upload(self, path: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
+        """Write a new file as one stream; nothing stays of it after an error."""
+        fs = self.fs
+        block = part_bytes(size_bytes)
+        file = self.call(path, lambda fs: fs.open(path, "wb", block_size=block, autocommit=False))
+        try:
+            for piece in gathered(checked(pieces, size_bytes, path)):
+                file.write(piece)
+            file.close()
+            file.commit()
+        except BaseException as error:
+            _discard(file)
+            with contextlib.suppress(OSError):
+                self._delete(fs, path)
+            if isinstance(error, Exception):
+                told = as_os_error(error, path)
+                if told is not error:
+                    raise told from error
+            raise
+
+    def read_range(self, path: str, offset: int, target: memoryview, head: Head) -> None:
+        """Fill ``target`` from ``offset`` on, all of it from the version that ``head`` is of."""
+
+        def get(fs: Any) -> None:
+            data = fs.cat_file(path, start=offset, end=offset + len(target))
+            if self._head(fs, path) != head:
+                raise OSError(116, "was replaced while it was read", path)
+            fill(target, data, path)
+
+        self.call(path, get)
+
+
+def fill(target: memoryview, data: Any, path: str) -> None:
+    """Copy ``data`` to ``target``; `EOFError` unless both are of one size."""
+    view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+    if len(view) != len(target):
+        raise EOFError(f"{path}: {len(view)} bytes came, {len(target)} were asked for")
+    target[:] = view
+
+
+def _discard(file: Any) -> None:
+    """Drop a file that is open for writing; closing it would publish what was written so far."""
+    with contextlib.suppress(Exception):
+        file.discard()
+    with contextlib.suppress(AttributeError):
+        file.closed = True
+
+
+def _modified_s(info: dict[str, Any]) -> float:
+    for key in ("LastModified", "last_modified", "mtime", "updated", "modified", "created"):
+        when = info.get(key)
+        if isinstance(when, datetime.datetime):
+            return when.timestamp()
+        if isinstance(when, int | float):
+            return float(when)
+        if isinstance(when, str):
+            with contextlib.suppress(ValueError):
+                return datetime.datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
+    return 0.0
+
+
+_shared: dict[tuple[str, str, float], FsspecFiles] = {}
+
+
+def files_of(protocol: str, options: Options, retry_for_s: float = RETRY_FOR_S) -> FsspecFiles:
+    """Return the files that all tiers with these options share in this process."""
+    key = (protocol, options.digest, retry_for_s)
+    with _lock:
+        if key not in _shared:
+            kind: type[FsspecFiles] = FsspecFiles
+            if protocol in ("s3", "s3a"):
+                from dcp_checkfreq.storage.remote_s3 import S3Files
+
+                kind = S3Files
+            _shared[key] = kind(protocol, options, retry_for_s=retry_for_s)
+        return _shared[key]

@@ -1,0 +1,266 @@
+"""Objects in S3, through the client that s3fs makes; their bytes through obstore where it can.
+
+s3fs brings what it is good at: options, profiles, credentials, endpoints. Its requests are used one
+by one, so that it is known what was asked and what was answered.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+from dcp_checkfreq.storage import remote_obstore
+from dcp_checkfreq.storage.remote_errors import is_unsupported
+from dcp_checkfreq.storage.remote_files import FsspecFiles, Head, fill
+from dcp_checkfreq.storage.remote_parts import (
+    PARTS_IN_FLIGHT,
+    checked,
+    gathered,
+    in_parts,
+    part_bytes,
+)
+from dcp_checkfreq.storage.tier import Entry, StaleCredentials
+
+_log = logging.getLogger(__name__)
+
+
+class S3Files(FsspecFiles):
+    """See `FsspecFiles`. ``move_with`` is for tests and measurements."""
+
+    has_folders = False
+    move_with = "auto"  # or "s3fs"
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self._store: remote_obstore.Store | None = None
+        self._store_lock = threading.Lock()
+
+    def _own_options(self) -> dict[str, Any]:
+        # Trying again is decided in one place, `call`, and neither by botocore nor by s3fs.
+        given = self.options.all()
+        config = {
+            "connect_timeout": 10,
+            "read_timeout": 60,
+            "retries": {"total_max_attempts": 1},
+            "max_pool_connections": 32,
+            **given.get("config_kwargs", {}),
+        }
+        return {**super()._own_options(), "config_kwargs": config}
+
+    def _make(self) -> Any:
+        fs = super()._make()
+        fs.retries = 1
+        return fs
+
+    def renew(self) -> None:
+        """Make a new session, which reads profiles and environment again, at the next call."""
+        super().renew()
+        self._store = None
+
+    # --- small things ---
+
+    def _head(self, fs: Any, path: str) -> Head:
+        bucket, key, _ = fs.split_path(path)
+        if not key:
+            raise FileNotFoundError(2, "a bucket is no file", path)
+        answer = fs.call_s3("head_object", Bucket=bucket, Key=key)
+        return Head(answer["ContentLength"], answer["ETag"])
+
+    def _list(self, fs: Any, path: str) -> list[Entry]:
+        bucket, key, _ = fs.split_path(path)
+        prefix = f"{key}/" if key else ""
+        entries = []
+        page: dict[str, Any] = {}
+        more: dict[str, str] = {}
+        while not page or page.get("IsTruncated"):
+            page = fs.call_s3(
+                "list_objects_v2", Bucket=bucket, Prefix=prefix, Delimiter="/", **more
+            )
+            more = {"ContinuationToken": page.get("NextContinuationToken", "")}
+            for folder in page.get("CommonPrefixes", []):
+                name = folder["Prefix"][len(prefix) : -1]
+                entries.append(Entry(name, True, 0, 0.0))
+            for item in page.get("Contents", []):
+                name = item["Key"][len(prefix) :]
+                if name:  # an object named like the folder itself is how some tools mark it
+                    modified_s = item["LastModified"].timestamp()
+                    entries.append(Entry(name, False, item["Size"], modified_s))
+        return entries
+
+    def read(self, path: str) -> bytes:
+        """Return the content of a small object, in one request."""
+        return self.call(path, lambda fs: bytes(fs.cat_file(path, max_concurrency=1)))
+
+    def _write(self, fs: Any, path: str, data: bytes) -> None:
+        bucket, key, _ = fs.split_path(path)
+        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data)
+
+    def _write_if_absent(self, fs: Any, path: str, data: bytes) -> None:
+        bucket, key, _ = fs.split_path(path)
+        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+
+    def _refuses(self, error: Exception) -> bool:
+        return super()._refuses(error) or is_unsupported(error)
+
+    def _delete(self, fs: Any, path: str) -> None:
+        bucket, key, _ = fs.split_path(path)
+        fs.call_s3("delete_object", Bucket=bucket, Key=key)
+
+    def make_folder(self, path: str) -> None:
+        """Do nothing: a folder is there when something is in it."""
+
+    def remove_folder(self, path: str) -> None:
+        """Remove the object that some tools and servers mark an empty folder with."""
+        if not self.list(path):
+            self.delete(f"{path}/")
+
+    # --- large ones ---
+
+    def _mover(self) -> remote_obstore.Store | None:
+        """Return what moves bytes faster than s3fs does; None if it cannot be used here."""
+        if self.move_with != "auto" or not remote_obstore.usable():
+            return None
+        with self._store_lock:
+            if self._store is None or self._store.pid_differs():
+                self._store = remote_obstore.Store(self.fs, self.options, self.retry_for_s)
+            return self._store if self._store.fits else None
+
+    def upload(self, path: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
+        """Write a new object; after any error no object, and no upload, is left.
+
+        Raises:
+            StaleCredentials: they ran out on the way; new ones are asked for at the next call.
+        """
+        given = gathered(checked(pieces, size_bytes, path))
+        bucket, key, _ = self.fs.split_path(path)
+        failed: list[BaseException] = []
+
+        def guarded() -> Iterator[memoryview]:
+            try:
+                yield from given
+            except GeneratorExit:
+                raise
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        try:
+            store = self._mover()
+            part = part_bytes(size_bytes)
+            if store is not None:
+                self._through(path, lambda: store.put(bucket, key, guarded(), size_bytes, part))
+            elif size_bytes <= part:
+                self.write(path, b"".join(guarded()))
+            else:
+                self._upload_parts(path, in_parts(guarded(), part))
+        except BaseException as error:
+            self._clear(path, bucket, key)
+            if failed and error is not failed[0]:
+                raise failed[0] from None
+            raise
+
+    def _through(self, path: str, work: Callable[[], None]) -> None:
+        """Run what obstore does, which tries again by itself; never twice, the pieces are gone."""
+        from dcp_checkfreq.storage.remote_errors import as_os_error, is_expired
+
+        try:
+            work()
+        except Exception as error:
+            if is_expired(error):
+                self.renew()
+                raise StaleCredentials(13, "the credentials have expired", path) from error
+            told = as_os_error(error, path, lost_secrets=self.options.lost_secrets)
+            if told is error:
+                raise
+            raise told from error
+
+    def _upload_parts(self, path: str, parts: Iterable[list[memoryview]]) -> None:
+        bucket, key, _ = self.fs.split_path(path)
+        made = self.call(
+            path, lambda fs: fs.call_s3("create_multipart_upload", Bucket=bucket, Key=key)
+        )
+        upload = {"Bucket": bucket, "Key": key, "UploadId": made["UploadId"]}
+
+        def send(number: int, data: bytes) -> dict[str, Any]:
+            answer = self.call(
+                path,
+                lambda fs: fs.call_s3("upload_part", PartNumber=number, Body=data, **upload),
+            )
+            return {"PartNumber": number, "ETag": answer["ETag"]}
+
+        sent: list[Future[dict[str, Any]]] = []
+        with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="checkfreq-part") as pool:
+            try:
+                for number, part in enumerate(parts, start=1):
+                    if len(sent) >= PARTS_IN_FLIGHT:
+                        sent[-PARTS_IN_FLIGHT].result()
+                    sent.append(pool.submit(send, number, b"".join(part)))
+                done = [job.result() for job in sent]
+            except BaseException:
+                pool.shutdown(cancel_futures=True)
+                raise
+        self.call(
+            path,
+            lambda fs: fs.call_s3(
+                "complete_multipart_upload", MultipartUpload={"Parts": done}, **upload
+            ),
+        )
+
+    def _clear(self, path: str, bucket: str, key: str) -> None:
+        """Take back an upload of unknown state. The name is this attempt's alone."""
+        # Whatever fails here was failing already; it must not hide why.
+        with contextlib.suppress(Exception):
+            self._clear_once(path, bucket, key)
+            return
+        _log.warning(
+            "%s: an upload that failed could not be taken back; the next restore, or the bucket's "
+            "rule for incomplete uploads, removes it",
+            path,
+        )
+
+    def _clear_once(self, path: str, bucket: str, key: str) -> None:
+        def abort(fs: Any) -> None:
+            found = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=key)
+            for upload in found.get("Uploads", []):
+                if upload["Key"] == key:
+                    fs.call_s3(
+                        "abort_multipart_upload",
+                        Bucket=bucket,
+                        Key=key,
+                        UploadId=upload["UploadId"],
+                    )
+
+        self.call(path, abort)
+        self.delete(path)
+
+    def read_range(self, path: str, offset: int, target: memoryview, head: Head) -> None:
+        """Fill ``target`` from ``offset`` on, from the version that ``head`` is of."""
+
+        def get(fs: Any) -> None:
+            bucket, key, _ = fs.split_path(path)
+            store = self._mover()
+            if store is not None:
+                store.get(bucket, key, offset, target, str(head.version))
+            else:
+                _get_with_s3fs(fs, bucket, key, offset, target, head)
+
+        self.call(path, get)
+
+
+def _get_with_s3fs(
+    fs: Any, bucket: str, key: str, offset: int, target: memoryview, head: Head
+) -> None:
+    from fsspec.asyn import sync
+
+    answer = fs.call_s3(
+        "get_object",
+        Bucket=bucket,
+        Key=key,
+        Range=f"bytes={offset}-{offset + len(target) - 1}",
+        IfMatch=head.version,
+    )
+    fill(target, sync(fs.loop, answer["Body"].read), key)
