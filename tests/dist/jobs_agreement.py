@@ -251,6 +251,34 @@ def a_piece_that_was_not_copied(shared):
     return said
 
 
+@job
+def sharded_weights_change_outside_of_a_step(shared):
+    """Save, and scale all weights in place while they are being copied."""
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = layers(count=8, width=512)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    parts = {"model": model, "optim": optimizer}
+    root = shared / "scaled"
+    with (
+        copies_when_waited_for() as held,
+        Checkpointer(root, parts, every=2, snapshot="cpu") as ckpt,
+    ):
+        for step in range(2):
+            train(model, optimizer, step)
+            wanted = state_of(model, optimizer)
+            held.hold()
+            ckpt.after_step()
+        begun = held.begun.wait(20)
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.mul_(0.5)
+        held.release()
+        ckpt.wait()
+        error = ckpt.history[-1].error
+    return [begun, error, [] if error else wrong_in(root, 2, wanted)]
+
+
 # --- clocks and costs that differ ---
 
 

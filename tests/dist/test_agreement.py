@@ -18,6 +18,7 @@ ON_FOUR = [
     "structure_changes",
     "replicas_are_checked",
     "a_piece_that_was_not_copied",
+    "sharded_weights_change_outside_of_a_step",
     "errors_reach_all_ranks_at_one_step",
     "too_many_failures_at_one_step",
     "ranks_agree_beside_collectives",
@@ -103,6 +104,14 @@ def test_a_piece_that_was_not_copied_fails_the_save_before_the_commit(four):
         assert shares[3] == 1.0, "after an error everything is copied"
         assert max(shares[1], shares[2]) < 0.3
         assert [wrong for *_, wrong in said] == [[]] * 5
+
+
+@pytest.mark.xfail(reason="changes of a DTensor show in its own version, not in its shard's")
+def test_sharded_weights_that_change_outside_of_a_step_fail_the_save(four):
+    for begun, error, wrong in values(four["sharded_weights_change_outside_of_a_step"]):
+        assert begun
+        assert wrong == []
+        assert "was changed while it was being copied" in error
 
 
 # --- one k, one step (case 23) ---
