@@ -9,7 +9,7 @@ import signal
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections.abc import Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -92,7 +92,7 @@ class Checkpointer:
     Parameters and optimizer state may change in ``optim.step`` only, or after `wait_for_snapshot`.
 
     Args:
-        root: folder of the run: path, ``file://`` URL or `Tier`; the same for all ranks.
+        root: folder of the run: path, fsspec URL or `Tier`; the same for all ranks.
         state: name to module, optimizer, `Stateful` object (scheduler, sampler, ...), `PerRank` or
             plain value. Restored plain values are put back into this mapping.
         max_overhead: share of training time that saving may cost (p).
@@ -117,6 +117,7 @@ class Checkpointer:
             copied to ``root``, as slow as that may be; a job that starts again on the same nodes
             goes on from there, and finishes what was being copied. See `docs/staged.md`.
         staging_bytes: what a rank may keep there; default: as long as 5 % of the disk stay free.
+        storage_options: for the file system of a URL; see `CheckFreqWriter`.
         timeout_s: how long a rank waits for the others in a save or restore.
         clock: where time comes from.
 
@@ -145,6 +146,7 @@ class Checkpointer:
         allow_pickle: bool = False,
         staging_dir: StagingDir | None = None,
         staging_bytes: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         timeout_s: float = 1800.0,
         clock: Clock | None = None,
     ) -> None:
@@ -160,7 +162,7 @@ class Checkpointer:
         self._grace_s = grace_s
         self._preempt_signals = tuple(preempt_signals)
         self._clock = clock or SystemClock()
-        self._root = open_tier(root)
+        self._root = open_tier(root, storage_options=storage_options)
         if staging_dir is not None:
             self._root = staged_root(self._root, staging_dir, limit_bytes=staging_bytes)
         self._agree = Agreement(timeout_s=timeout_s)

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.local_copies import look as look_at_node
@@ -40,6 +42,7 @@ def find_latest_valid(
     depth: Depth = "size",
     no_dist: bool = False,
     staging_dir: StagingDir | None = None,
+    storage_options: Mapping[str, Any] | None = None,
 ) -> Found | None:
     """Return the newest checkpoint under ``root`` that is really whole, or None.
 
@@ -51,6 +54,9 @@ def find_latest_valid(
     With ``staging_dir``, as the job has it, saves count as well whose upload was interrupted, if
     every rank has all of their files on its node; `Found.path` is then the local folder.
 
+    ``root`` may be an fsspec URL; ``storage_options`` are for its file system, and for the reader
+    that is then given what is returned here.
+
     With `torch.distributed` initialised this is a collective: rank 0 looks, all ranks return its
     answer or raise its error. Pass ``no_dist=True`` to look from this process alone.
 
@@ -59,7 +65,7 @@ def find_latest_valid(
     """
     if depth not in ("size", "digest"):
         raise ValueError(f"depth must be 'size' or 'digest', got {depth!r}")
-    tier = open_tier(root)
+    tier = open_tier(root, storage_options=storage_options)
     staged = None if staging_dir is None else staged_root(tier, staging_dir)
 
     def look(nodes: list[list[LocalFolder]]) -> Found | None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -39,6 +39,7 @@ from dcp_checkfreq.shards.read_plan import Want, round_to_blocks
 from dcp_checkfreq.shards.slices import span_of
 from dcp_checkfreq.shards.targets import BytesTarget, Target, TensorTarget
 from dcp_checkfreq.storage.open import Location, can_open, open_tier
+from dcp_checkfreq.storage.remote_options import Options
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_folder
 from dcp_checkfreq.storage.tier import Tier
 
@@ -72,10 +73,11 @@ class CheckFreqReader(StorageReader):
             writer you trust.
         allow_dtype_cast: convert tensors that were saved with another dtype; otherwise they are
             an error.
-        threads: reads at once.
+        threads: reads at once; more from a remote storage, which answers late.
         known: what ``.metadata`` says, from `format.metadata.load`, if the caller has read it.
         direct_io: None: past the page cache where the file system can; False: never.
         staging_dir: as the writer has it: shards that still lie on the local disk are read there.
+        storage_options: for the file system of a URL; see `CheckFreqWriter`.
 
     Attributes:
         bytes_read: what this rank read from storage in the last load, `.metadata` not counted.
@@ -95,12 +97,14 @@ class CheckFreqReader(StorageReader):
         known: tuple[Metadata, Record | None] | None = None,
         direct_io: bool | None = None,
         staging_dir: StagingDir | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
         super().__init__()
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
         self._direct_io = direct_io
         self._staging_dir = staging_dir
+        self._options = Options(storage_options or {})
         self._tier = self._opened(path)
         self._verify = verify
         self._allow_pickle = allow_pickle
@@ -120,7 +124,7 @@ class CheckFreqReader(StorageReader):
         self.bytes_needed = 0
 
     def _opened(self, path: Location) -> Tier:
-        tier = open_tier(path, direct_io=self._direct_io)
+        tier = open_tier(path, direct_io=self._direct_io, storage_options=self._options.all())
         return tier if self._staging_dir is None else staged_folder(tier, self._staging_dir)
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:

@@ -46,8 +46,9 @@ from dcp_checkfreq.snapshot.stager import Snapshot, Stager
 from dcp_checkfreq.snapshot.survey import Survey
 from dcp_checkfreq.staged_save import Place, StagedSave
 from dcp_checkfreq.storage.open import Location, can_open, open_tier
+from dcp_checkfreq.storage.remote_options import Options
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, Upload, staged_folder
-from dcp_checkfreq.storage.tier import Tier
+from dcp_checkfreq.storage.tier import StaleCredentials, Tier
 
 _log = logging.getLogger(__name__)
 
@@ -72,7 +73,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     `AsyncSaveResponse`.
 
     Args:
-        path: folder of the checkpoint: a path, ``file://`` URL or `Tier`; made if missing.
+        path: folder of the checkpoint: a path, URL or `Tier`; made if missing. URLs are those of
+            fsspec: ``s3://``, ``gs://``, ``file://`` and others.
         overwrite: replace a whole checkpoint that is there. New files are written beside the old
             ones, ``.metadata`` is replaced atomically, then the old files are removed.
         threads: files this rank writes at once.
@@ -82,6 +84,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             frees the snapshot buffers, and are copied from there to ``path``; the save ends, as
             ever, when ``.metadata`` is there. A local disk that is full is passed by.
         staging_bytes: what a rank may keep on the local disk. None: see `StagingArea`.
+        storage_options: for the file system of a URL, as fsspec (for ``s3://`` s3fs) takes them.
+            Not in pickles, but for what is known to be no secret; see `RemoteTier`.
         lineage: the run that saves; `Checkpointer` fills it in.
         uploads_later: `finish` commits on the local disks only; whoever drives this writer calls
             `start_upload`, `publish_uploaded` and `settle`. `Checkpointer` does.
@@ -99,6 +103,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         overlap: Sequence[Optimizer] = (),
         staging_dir: StagingDir | None = None,
         staging_bytes: int | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         lineage: index.Lineage | None = None,
         uploads_later: bool = False,
     ) -> None:
@@ -106,6 +111,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
         self._direct_io = direct_io
+        self._options = Options(storage_options or {})
         self._staging = (staging_dir, staging_bytes)
         self._tier = self._opened(path)
         self._overwrite = overwrite
@@ -121,7 +127,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         return self.__dict__ | {"_overlap": ()}  # optimizers stay in the process that steps them
 
     def _opened(self, path: Location) -> Tier:
-        tier = open_tier(path, direct_io=self._direct_io)
+        tier = open_tier(path, direct_io=self._direct_io, storage_options=self._options.all())
         staging_dir, limit_bytes = self._staging
         if staging_dir is None:
             return tier
@@ -356,7 +362,10 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         placements: list[Placement],
     ) -> None:
         def one(name: str, placement: Placement) -> None:
-            write(name, pieces(items, placement), placement.size_bytes)
+            try:
+                write(name, pieces(items, placement), placement.size_bytes)
+            except StaleCredentials:
+                write(name, pieces(items, placement), placement.size_bytes)
 
         jobs = list(zip(self._files, placements, strict=True))
         if len(jobs) == 1:

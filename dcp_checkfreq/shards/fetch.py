@@ -12,7 +12,7 @@ from dcp_checkfreq.format.digest import first_bad_block
 from dcp_checkfreq.shards.read_plan import Want, Window, windows
 from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, borrowed, huge_buffer
 from dcp_checkfreq.storage.late import look_again
-from dcp_checkfreq.storage.tier import RangeReader, Tier
+from dcp_checkfreq.storage.tier import RangeReader, Tier, reads_at_once
 
 # Reading over a gap costs less than another request; the envelopes between payloads are gaps.
 MAX_GAP_BYTES = 16 << 10
@@ -32,7 +32,7 @@ class Fetcher:
     Args:
         tier: folder of the checkpoint.
         sizes: exact size of each file in bytes, where known.
-        threads: reads at once.
+        threads: reads at once, at least; more where the tier is best asked for more.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Fetcher:
         self._tier = tier
         self._clock = clock or SystemClock()
         self._sizes = sizes
-        self._threads = threads
+        self._threads = max(threads, reads_at_once(tier))
         self._open: dict[str, RangeReader] = {}
 
     def fetch(
@@ -57,15 +57,17 @@ class Fetcher:
                 those after it in its read did not reach a target; others may have.
         """
         planned = windows(wants, max_bytes=BOUNCE_BYTES, max_gap_bytes=MAX_GAP_BYTES)
-        for file in {window.file for window in planned}:
-            self.reader(file)
+        files = {window.file for window in planned}
 
         def read(window: Window) -> int:
             return self._read(window, targets, digests)
 
         if len(planned) <= 1 or self._threads == 1:
+            for file in files:
+                self.reader(file)
             return sum(map(read, planned))
         with ThreadPoolExecutor(self._threads, thread_name_prefix="checkfreq-read") as pool:
+            list(pool.map(self.reader, files))  # all sizes are right before a byte is read
             running = [pool.submit(read, window) for window in planned]
             try:
                 return sum(job.result() for job in running)
