@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
+import torch
 import torch.distributed as dist
 
 from dcp_checkfreq.errors import RankLost
@@ -87,6 +88,25 @@ class Agreement:
         with self._others_answer():
             dist.all_gather_object(values, value, group=self.group)
         return values  # type: ignore[return-value]
+
+    def exchange(
+        self,
+        sends: Sequence[tuple[int, torch.Tensor]],
+        receives: Sequence[tuple[int, torch.Tensor]],
+    ) -> None:
+        """Send tensors to ranks and receive others in place; returns when all are done.
+
+        Between two ranks, tensors pair in the order in which they are named. CPU memory only.
+
+        Raises:
+            RankLost: a rank did not take part within the timeout.
+        """
+        with self._others_answer():
+            waiting = [dist.irecv(tensor, rank, group=self.group) for rank, tensor in receives]
+            waiting += [dist.isend(tensor, rank, group=self.group) for rank, tensor in sends]
+            for work in waiting:
+                if work is not None:
+                    work.wait()
 
     @contextlib.contextmanager
     def _others_answer(self) -> Iterator[None]:

@@ -113,6 +113,8 @@ class Checkpointer:
         threads: shard files that a rank writes or reads at once.
         allow_pickle: save and restore values whose unpickling runs code. Without it they are
             refused when they are saved.
+        share_reads: `restore` reads from ``root`` once what several ranks need, and sends it to the
+            others: for storages that are slower than the network between the ranks.
         staging_dir: folder on a local disk of every node. Saves are written there first and then
             copied to ``root``, as slow as that may be; a job that starts again on the same nodes
             goes on from there, and finishes what was being copied. See `docs/staged.md`.
@@ -144,6 +146,7 @@ class Checkpointer:
         max_failures: int = 3,
         threads: int = 2,
         allow_pickle: bool = False,
+        share_reads: bool = False,
         staging_dir: StagingDir | None = None,
         staging_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
@@ -192,6 +195,7 @@ class Checkpointer:
             self._lease,
             self._clock,
             copies=self._copies,
+            share_reads=share_reads,
             threads=threads,
             allow_pickle=allow_pickle,
         )

@@ -5,9 +5,10 @@ from __future__ import annotations
 import io
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.distributed.checkpoint.metadata import (
@@ -20,9 +21,11 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.errors import (
     BrokenMetadata,
     BrokenShard,
+    CheckFreqError,
     DtypeDiffers,
     StateMismatch,
 )
@@ -38,12 +41,15 @@ from dcp_checkfreq.shards.fetch import Fetcher
 from dcp_checkfreq.shards.read_plan import Want, round_to_blocks
 from dcp_checkfreq.shards.slices import span_of
 from dcp_checkfreq.shards.targets import BytesTarget, Target, TensorTarget
+from dcp_checkfreq.sharing import share
 from dcp_checkfreq.storage.open import Location, can_open, open_tier
 from dcp_checkfreq.storage.remote_options import Options
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_folder
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -76,12 +82,16 @@ class CheckFreqReader(StorageReader):
         threads: reads at once; more from a remote storage, which answers late.
         known: what ``.metadata`` says, from `format.metadata.load`, if the caller has read it.
         direct_io: None: past the page cache where the file system can; False: never.
+        share_reads: what several ranks want (replicated tensors, values) is read by one of them,
+            which sends it to the others over gloo. All ranks must load at the same time.
+        agreement: of the ranks that share; default: one is made for each load.
         staging_dir: as the writer has it: shards that still lie on the local disk are read there.
         storage_options: for the file system of a URL; see `CheckFreqWriter`.
 
     Attributes:
         bytes_read: what this rank read from storage in the last load, `.metadata` not counted.
-        bytes_needed: what it would have had to read at least.
+        bytes_needed: what it would have had to read at least, by itself.
+        bytes_received: what it got from other ranks instead.
 
     Not thread-safe: one load at a time.
     """
@@ -96,6 +106,8 @@ class CheckFreqReader(StorageReader):
         threads: int = 2,
         known: tuple[Metadata, Record | None] | None = None,
         direct_io: bool | None = None,
+        share_reads: bool = False,
+        agreement: Agreement | None = None,
         staging_dir: StagingDir | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -103,6 +115,8 @@ class CheckFreqReader(StorageReader):
         if threads < 1:
             raise ValueError(f"threads must be at least 1, got {threads}")
         self._direct_io = direct_io
+        self._share_reads = share_reads
+        self._agreement = agreement
         self._staging_dir = staging_dir
         self._options = Options(storage_options or {})
         self._tier = self._opened(path)
@@ -122,6 +136,7 @@ class CheckFreqReader(StorageReader):
         self._record: Record | None = None
         self.bytes_read = 0
         self.bytes_needed = 0
+        self.bytes_received = 0
 
     def _opened(self, path: Location) -> Tier:
         tier = open_tier(path, direct_io=self._direct_io, storage_options=self._options.all())
@@ -178,17 +193,19 @@ class CheckFreqReader(StorageReader):
             UnsafePickle: a byte item needs code; tensors may be loaded already.
             BrokenShard: see there for what became of the targets.
         """
-        with collector_held():
-            jobs = self._jobs(plan, planner)
+        if self._share_reads and self._agreement is None:
+            self._agreement = Agreement()
+            try:
+                return self.read_data(plan, planner)
+            finally:
+                self._agreement.close()
+                self._agreement = None
+        jobs = self._agreed_jobs(plan, planner)
         on_gpus = [job.target.tensor for job in jobs if isinstance(job.target, TensorTarget)]
         finish_gpu_work(on_gpus)  # reading threads have streams of their own
-        try:
-            self._fetch(self._tier, jobs)
-        except BrokenShard as error:
-            if not isinstance(self._tier, StagedTier):
-                raise
-            _log.warning("%s: reading the slow side instead of a local copy", error)
-            self._fetch(self._tier.slow, jobs)
+        served = self._from_either(lambda tier: self._share(tier, jobs), jobs)
+        own = [job for job in jobs if job.want.ticket not in served]
+        self._from_either(lambda tier: self._fetch(tier, jobs, own), own)
         finish_gpu_work(on_gpus)
         for job in jobs:
             self._hand_over(job, planner)
@@ -196,16 +213,71 @@ class CheckFreqReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _fetch(self, tier: Tier, jobs: list[_Job]) -> None:
-        fetcher = Fetcher(tier, self._record.files if self._record else {}, self._threads)
+    def _agreed_jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Job]:
+        """Return the jobs of this rank; with shared reads, raise if another rank has an error."""
+        jobs: list[_Job] = []
+        problem: CheckFreqError | None = None
+        try:
+            with collector_held():
+                jobs = self._jobs(plan, planner)
+        except CheckFreqError as error:
+            problem = error
+        if self._sharing is not None:
+            problems = self._sharing.gather(problem)
+            problem = problem or next((one for one in problems if one is not None), None)
+        if problem is not None:
+            raise problem
+        return jobs
+
+    @property
+    def _sharing(self) -> Agreement | None:
+        agreement = self._agreement if self._share_reads else None
+        return None if agreement is None or agreement.is_alone else agreement
+
+    def _from_either(self, read: Callable[[Tier], T], jobs: list[_Job]) -> T:
+        """Read; if local copies are broken, read the slow side instead."""
+        if not isinstance(self._tier, StagedTier):
+            return read(self._tier)
+        try:
+            return read(self._tier)
+        except BrokenShard as error:
+            _log.warning("%s: reading the slow side instead of a local copy", error)
+        for job in jobs:
+            job.target.start_over()
+        return read(self._tier.slow)
+
+    def _share(self, tier: Tier, jobs: list[_Job]) -> AbstractSet[int]:
+        """Serve what other ranks want too; return the tickets of it."""
+        if self._sharing is None:
+            return frozenset()
+        fetcher = self._fetcher(tier)
+        try:
+            shared = share(
+                self._sharing,
+                [job.want for job in jobs],
+                [job.target for job in jobs],
+                [job.digests for job in jobs],
+                fetcher.fetch,
+            )
+        finally:
+            fetcher.close()
+        self.bytes_read += shared.bytes_read
+        self.bytes_received += shared.bytes_received
+        return shared.tickets
+
+    def _fetch(self, tier: Tier, jobs: list[_Job], own: list[_Job]) -> None:
+        fetcher = self._fetcher(tier)
         try:
             self.bytes_read += fetcher.fetch(
-                [job.want for job in jobs],
+                [job.want for job in own],
                 [job.target for job in jobs],
                 [job.digests for job in jobs],
             )
         finally:
             fetcher.close()
+
+    def _fetcher(self, tier: Tier) -> Fetcher:
+        return Fetcher(tier, self._record.files if self._record else {}, self._threads)
 
     def _jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Job]:
         entries: dict[MetadataIndex, StorageInfo] = self._metadata.storage_data

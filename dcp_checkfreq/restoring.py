@@ -40,6 +40,8 @@ class Restored:
     world_size: int  # ranks that saved it; 0 if not recorded
     seconds: float  # from the call to the restored state, on this rank
     passed_over: tuple[str, ...]  # newer steps that were not whole, with the reason
+    bytes_read: int = 0  # from the storage, by this rank
+    bytes_received: int = 0  # from other ranks instead, if reads are shared
 
 
 class Restorer:
@@ -52,6 +54,7 @@ class Restorer:
         lease: of this run on the root.
         clock: for the time it takes.
         copies: what is on the local disks, if they are used.
+        share_reads: see `CheckFreqReader`.
         threads: shard files that a rank reads at once.
         allow_pickle: unpickle values that run code.
     """
@@ -65,6 +68,7 @@ class Restorer:
         clock: Clock,
         *,
         copies: LocalCopies | None = None,
+        share_reads: bool = False,
         threads: int,
         allow_pickle: bool,
     ) -> None:
@@ -74,8 +78,10 @@ class Restorer:
         self._lease = lease
         self._clock = clock
         self._copies = copies
+        self._share_reads = share_reads
         self._threads = threads
         self._allow_pickle = allow_pickle
+        self.bytes_read = self.bytes_received = 0  # of the last load
 
     def run(
         self, step: int | None, depth: Depth, *, fresh_start: bool
@@ -124,7 +130,15 @@ class Restorer:
             if self._agree.rank == 0:
                 _log.info("restored step %d from %s in %.2f s", record.step, path, seconds)
             passed_over = choice.passed_over
-            restored = Restored(record.step, path, record.world_size, seconds, passed_over)
+            restored = Restored(
+                record.step,
+                path,
+                record.world_size,
+                seconds,
+                passed_over,
+                self.bytes_read,
+                self.bytes_received,
+            )
             return choice, restored, local
 
     def _make_readable(self, one: Unfinished) -> str | None:
@@ -196,7 +210,13 @@ class Restorer:
 
         # Read once for all ranks: on shared file systems others might not see it yet.
         known = self._agree.decide(lambda: metadata_format.load(content(), folder.location))
-        reader = CheckFreqReader(folder, threads=self._threads, known=known)
+        reader = CheckFreqReader(
+            folder,
+            threads=self._threads,
+            known=known,
+            share_reads=self._share_reads,
+            agreement=self._agree,
+        )
         target = self._state.targets(known[0], folder.location)
         dcp_load(
             target,
@@ -205,5 +225,6 @@ class Restorer:
             process_group=self._agree.group,
             no_dist=self._agree.is_alone,
         )
+        self.bytes_read, self.bytes_received = reader.bytes_read, reader.bytes_received
         self._state.restore(target, step)
         return frozenset(known[1].files if known[1] is not None else ())

@@ -33,18 +33,24 @@ class TensorTarget:
         self._shape = shape
         self._start_bytes = span.start * dtype.itemsize
         self._stop_bytes = span.stop * dtype.itemsize
-        self._missing_bytes = self._stop_bytes - self._start_bytes
         self._lock = threading.Lock()
-        self._scratch: torch.Tensor | None = None
-        direct = (
+        self._dtype = dtype
+        self._direct = (
             span.dense
             and tensor.is_cpu
             and tensor.dtype == dtype
             and tensor.is_contiguous()
             and not (tensor.is_conj() or tensor.is_neg())
         )
-        if not direct:
-            self._scratch = torch.empty(span.stop - span.start, dtype=dtype)
+        self.start_over()
+
+    def start_over(self) -> None:
+        """Forget what was taken: the same bytes will come again, from elsewhere."""
+        self._missing_bytes = self._stop_bytes - self._start_bytes
+        self._scratch: torch.Tensor | None = None
+        if not self._direct:
+            elements = self._missing_bytes // self._dtype.itemsize
+            self._scratch = torch.empty(elements, dtype=self._dtype)
         self._memory = bytes_of(self._tensor if self._scratch is None else self._scratch)
 
     @property
@@ -73,6 +79,9 @@ class BytesTarget:
 
     def __init__(self, size_bytes: int) -> None:
         self.data = bytearray(size_bytes)
+
+    def start_over(self) -> None:
+        """Forget what was taken: the same bytes will come again, from elsewhere."""
 
     def take(self, want: Want, data: memoryview) -> None:
         """Take payload bytes ``[want.start, want.stop)``."""

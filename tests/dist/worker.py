@@ -11,6 +11,7 @@ from pathlib import Path
 import jobs_agreement
 import jobs_saving
 import jobs_sharding
+import jobs_sharing
 import jobs_staged
 import jobs_training
 import torch
@@ -18,7 +19,7 @@ import torch.distributed as dist
 from jobs import DEADLY, JOBS
 
 # Importing a module of jobs registers them.
-MODULES = (jobs_agreement, jobs_saving, jobs_sharding, jobs_staged, jobs_training)
+MODULES = (jobs_agreement, jobs_saving, jobs_sharding, jobs_sharing, jobs_staged, jobs_training)
 
 
 def main():

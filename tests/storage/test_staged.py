@@ -122,6 +122,27 @@ def test_a_damaged_local_copy_costs_nothing_but_time(tmp_path, damage):
     load(slow.child("step_00000001"), 1, staging_dir=tmp_path)
 
 
+def test_targets_start_over_when_a_local_copy_is_damaged(tmp_path):
+    """Strided and cast targets gather in scratch: what came before the damage counts no more."""
+    slow = MemoryTier()
+    state = {"w": torch.rand(3 << 20), "v": torch.rand(1000, 700)}
+    folder = slow.child("step_1")
+    dcp.save(state, storage_writer=CheckFreqWriter(folder, staging_dir=tmp_path, threads=1))
+    (path,) = tmp_path.rglob("*.distcp")
+    size_bytes = path.stat().st_size
+    for at in (size_bytes // 8, size_bytes // 2, size_bytes - 100_000):
+        content = bytearray(path.read_bytes())
+        content[at] ^= 255
+        path.write_bytes(content)
+        got = {"w": torch.zeros(6 << 20)[::2], "v": torch.zeros(1000, 700, dtype=torch.float64)}
+        reader = CheckFreqReader(folder, staging_dir=tmp_path, allow_dtype_cast=True)
+        dcp.load(got, storage_reader=reader)
+        assert torch.equal(got["w"], state["w"])
+        assert torch.equal(got["v"], state["v"].double())
+        content[at] ^= 255
+        path.write_bytes(content)
+
+
 def test_an_upload_that_fails_leaves_nothing_of_a_plain_save_on_either_side(tmp_path):
     for name, plan in {
         "write": Fault(verb="write_shard", after_bytes=5000),

@@ -1,0 +1,158 @@
+"""Ranks that want the same bytes of a checkpoint: one reads and checks them, all get them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import torch
+
+from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.errors import CheckFreqError
+from dcp_checkfreq.shards.codec import bytes_of
+from dcp_checkfreq.shards.fetch import Taker
+from dcp_checkfreq.shards.read_plan import Want
+from dcp_checkfreq.shards.share_plan import Chunk, Range, range_of, rounds
+
+# What a rank holds at once of its own, twice, and of all others together.
+_CHUNK_BYTES, _ALL_CHUNKS_BYTES = 32 << 20, 256 << 20
+
+Fetch = Callable[[Sequence[Want], Sequence[Taker], Sequence[Sequence[int]]], int]
+
+
+@dataclass(slots=True)
+class Shared:
+    """What came of sharing, on one rank."""
+
+    tickets: frozenset[int]  # wants that are served
+    bytes_read: int = 0  # by this rank
+    bytes_received: int = 0  # from others
+
+
+class _Slot:
+    """Takes a part into its place in a chunk."""
+
+    def __init__(self, memory: memoryview, start: int) -> None:
+        self._memory, self._start = memory, start
+
+    def take(self, want: Want, data: memoryview) -> None:
+        begin = want.start - self._start
+        self._memory[begin : begin + len(data)] = data
+
+
+def share(
+    agree: Agreement,
+    wants: Sequence[Want],
+    targets: Sequence[Taker],
+    digests: Sequence[Sequence[int]],
+    fetch: Fetch,
+) -> Shared:
+    """Read what more than one rank wants once, and hand it to the targets of all of them.
+
+    All ranks call it. Wants of which no other rank has the very same are left alone.
+
+    Args:
+        agree: of the ranks.
+        wants: of this rank; ``targets`` and ``digests`` are looked up by their tickets.
+        targets: see `Fetcher.fetch`.
+        digests: see `Fetcher.fetch`.
+        fetch: like `Fetcher.fetch`; called in a thread.
+
+    Raises:
+        BrokenShard: of any rank, on all of them. Some targets may have got some bytes.
+        RankLost: a rank did not answer.
+    """
+    mine: dict[Range, list[Want]] = {}
+    for want in wants:
+        mine.setdefault(range_of(want), []).append(want)
+    chunk_bytes = min(_CHUNK_BYTES, max(1 << 20, _ALL_CHUNKS_BYTES // agree.world_size))
+    plan = rounds(agree.gather(list(mine)), chunk_bytes=chunk_bytes)
+    exchange = _Exchange(agree, mine, targets, digests, fetch)
+    with ThreadPoolExecutor(1, thread_name_prefix="checkfreq-share") as pool:
+        reading = pool.submit(exchange.read, plan[0]) if plan else None
+        for number, chunks in enumerate(plan):
+            assert reading is not None
+            problem = reading.exception()
+            read = None if problem is not None else reading.result()
+            # Before anybody waits for bytes that will not come.
+            for told in agree.gather(_portable(problem)):
+                if told is not None:  # the same on all ranks, who may act on it together
+                    raise told from problem
+            if number + 1 < len(plan):
+                reading = pool.submit(exchange.read, plan[number + 1])
+            exchange.swap(chunks, read)
+    exchange.done.tickets = frozenset(
+        want.ticket
+        for chunks in plan
+        for chunk in chunks
+        if agree.rank in chunk.wanters
+        for wanted, _ in chunk.parts
+        for want in mine[wanted]
+    )
+    return exchange.done
+
+
+def _portable(problem: BaseException | None) -> CheckFreqError | None:
+    if problem is None or isinstance(problem, CheckFreqError):
+        return problem
+    return CheckFreqError(f"another rank could not read: {problem!r}")
+
+
+class _Exchange:
+    def __init__(
+        self,
+        agree: Agreement,
+        mine: Mapping[Range, Sequence[Want]],
+        targets: Sequence[Taker],
+        digests: Sequence[Sequence[int]],
+        fetch: Fetch,
+    ) -> None:
+        self._agree, self._mine = agree, mine
+        self._targets, self._digests, self._fetch = targets, digests, fetch
+        self.done = Shared(frozenset())
+
+    def read(self, chunks: Sequence[Chunk]) -> torch.Tensor | None:
+        """Read this rank's chunk of a round, if it has one."""
+        own = next((chunk for chunk in chunks if chunk.owner == self._agree.rank), None)
+        if own is None:
+            return None
+        content = torch.empty(own.size_bytes, dtype=torch.uint8)
+        memory = bytes_of(content)
+        wants, slots, digests = [], [], []
+        at = 0
+        for ticket, (wanted, part) in enumerate(own.parts):
+            size_bytes = part.stop - part.start
+            wants.append(replace(part, ticket=ticket))
+            slots.append(_Slot(memory[at : at + size_bytes], part.start))
+            digests.append(self._digests[self._mine[wanted][0].ticket])
+            at += size_bytes
+        self.done.bytes_read += self._fetch(wants, slots, digests)
+        return content
+
+    def swap(self, chunks: Sequence[Chunk], own: torch.Tensor | None) -> None:
+        """Send this rank's chunk of a round, get those of others, and hand all of them on."""
+        rank = self._agree.rank
+        sends: list[tuple[int, torch.Tensor]] = []
+        receives: list[tuple[int, torch.Tensor]] = []
+        here: list[tuple[Chunk, torch.Tensor]] = []
+        for chunk in chunks:
+            if chunk.owner == rank:
+                assert own is not None
+                sends += [(other, own) for other in chunk.wanters if other != rank]
+                here.append((chunk, own))
+            elif rank in chunk.wanters:
+                content = torch.empty(chunk.size_bytes, dtype=torch.uint8)
+                receives.append((chunk.owner, content))
+                here.append((chunk, content))
+                self.done.bytes_received += chunk.size_bytes
+        self._agree.exchange(sends, receives)
+        for chunk, content in here:
+            memory = bytes_of(content)
+            at = 0
+            for wanted, part in chunk.parts:
+                size_bytes = part.stop - part.start
+                for want in self._mine[wanted]:
+                    taken = replace(part, ticket=want.ticket)
+                    self._targets[want.ticket].take(taken, memory[at : at + size_bytes])
+                at += size_bytes
