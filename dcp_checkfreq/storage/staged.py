@@ -21,7 +21,7 @@ from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, huge_buffer
 from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.storage.mount import MountTier
 from dcp_checkfreq.storage.staging_area import StagingArea, note_of
-from dcp_checkfreq.storage.tier import Entry, RangeReader, Tier
+from dcp_checkfreq.storage.tier import Entry, RangeReader, StaleCredentials, Tier, reads_at_once
 
 StagingDir = str | os.PathLike[str] | Tier
 
@@ -47,6 +47,11 @@ class StagedTier:
     def location(self) -> str:
         """Where the slow side is."""
         return self.slow.location
+
+    @property
+    def reads_at_once(self) -> int:
+        """How many reads at once the slow side is best asked for."""
+        return reads_at_once(self.slow)
 
     @property
     def name(self) -> str:
@@ -114,7 +119,10 @@ class StagedTier:
     def _copy(self, shard: str, stop: threading.Event) -> None:
         reader = self.local.open(shard)
         try:
-            self.slow.write_shard(shard, _pieces_of(reader, stop), reader.size_bytes)
+            try:
+                self.slow.write_shard(shard, _pieces_of(reader, stop), reader.size_bytes)
+            except StaleCredentials:  # nothing is there, and the next call gets new ones
+                self.slow.write_shard(shard, _pieces_of(reader, stop), reader.size_bytes)
         finally:
             reader.close()
 

@@ -20,7 +20,9 @@ from dcp_checkfreq.format import names
 from dcp_checkfreq.storage import local
 from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.storage.mount import MountTier
+from dcp_checkfreq.storage.open import open_tier
 from dcp_checkfreq.storage.staged import staged_root
+from dcp_checkfreq.storage.tier import StaleCredentials
 from dcp_checkfreq.testing import (
     Fault,
     FaultyTier,
@@ -397,6 +399,35 @@ def test_a_run_that_dies_in_its_upload_goes_on_from_the_local_copy_and_finishes_
     assert find_latest_valid(slow, depth="digest").step == 3
     load_model(slow.child("step_00000003"), 3)
     assert [n for n in below(tmp_path) if n.endswith((".metadata", ".lock", ".tmp"))] == []
+
+
+def test_any_url_can_be_the_slow_side(tmp_path):
+    url = f"memory://bucket-{tmp_path.name}/run"
+    train(url, tmp_path, 2)
+    train_and_die(open_tier(url), tmp_path)
+    assert find_latest_valid(url).step == 2
+    assert find_latest_valid(url, staging_dir=tmp_path, depth="digest").step == 3
+    assert train(url, tmp_path, 1) == 3
+    assert find_latest_valid(url, depth="digest").step == 4
+    load_model(f"{url}/step_00000004", 4)
+    save(open_tier(url), 5, tmp_path)
+    load(f"{url}/step_00000005", 5, staging_dir=tmp_path)
+
+
+def test_credentials_that_run_out_in_an_upload_are_asked_for_again(tmp_path):
+    class Expires(ForwardingTier):
+        times = 0
+
+        def around(self, verb, name, call):
+            if verb == "write_shard":
+                self.times += 1
+                if self.times == 1:
+                    raise StaleCredentials(errno.EACCES, "expired")
+            return call()
+
+    slow = Expires(MemoryTier())
+    save(slow, 1, tmp_path)
+    load(slow.inner.child("step_00000001"), 1)
 
 
 def test_on_new_nodes_the_run_goes_on_from_the_slow_side(tmp_path):
