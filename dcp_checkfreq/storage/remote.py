@@ -71,7 +71,7 @@ class RemoteTier:
 
     def list(self) -> list[Entry]:
         """Return what is in the folder, asked anew."""
-        return self._files.list(self._path())
+        return self._files.entries(self._path())
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""

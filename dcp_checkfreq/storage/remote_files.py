@@ -103,7 +103,7 @@ class FsspecFiles:
         return str(self.fs._strip_protocol(url))
 
     def call(self, where: str, work: Callable[[Any], T]) -> T:
-        """Run ``work(fs)`` until it works, for a bounded time; raise what `as_os_error` makes of it.
+        """Run ``work(fs)`` until it works, for a bounded time; errors as `as_os_error` has them.
 
         Throttling, 5xx and broken lines are tried again with growing, random waits. Expired
         credentials are asked for anew, once. Everything else is raised at once.
@@ -162,11 +162,11 @@ class FsspecFiles:
         marks = ("ETag", "etag", "md5Hash", "generation", "created", "mtime", "modified", "size")
         return Head(int(info["size"]), tuple(info.get(mark) for mark in marks))
 
-    def list(self, path: str) -> list[Entry]:
+    def entries(self, path: str) -> list[Entry]:
         """Return what is in a folder; empty if there is none."""
-        return self.call(path, lambda fs: self._list(fs, path))
+        return self.call(path, lambda fs: self._entries(fs, path))
 
-    def _list(self, fs: Any, path: str) -> list[Entry]:
+    def _entries(self, fs: Any, path: str) -> list[Entry]:
         fs.invalidate_cache()
         try:
             found = fs.ls(path, detail=True)
@@ -275,7 +275,7 @@ class FsspecFiles:
 
     def remove_folder(self, path: str) -> None:
         """Remove a folder if it is empty; no error otherwise."""
-        if not self.list(path):
+        if not self.entries(path):
             # Missing, not empty after all, or nothing that can be removed: all the same here.
             with contextlib.suppress(OSError):
                 self.call(path, lambda fs: fs.rmdir(path))

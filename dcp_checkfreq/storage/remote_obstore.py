@@ -135,7 +135,7 @@ class Store:
             **config,
         )
 
-    def _client_options(self, endpoint: str) -> dict[str, Any]:
+    def _client_options(self, endpoint: str) -> Any:
         client: dict[str, Any] = {
             "timeout": datetime.timedelta(seconds=_REQUEST_TIMEOUT_S),
             "connect_timeout": datetime.timedelta(seconds=10),

@@ -70,7 +70,7 @@ class S3Files(FsspecFiles):
         answer = fs.call_s3("head_object", Bucket=bucket, Key=key)
         return Head(answer["ContentLength"], answer["ETag"])
 
-    def _list(self, fs: Any, path: str) -> list[Entry]:
+    def _entries(self, fs: Any, path: str) -> list[Entry]:
         bucket, key, _ = fs.split_path(path)
         prefix = f"{key}/" if key else ""
         entries = []
@@ -115,7 +115,7 @@ class S3Files(FsspecFiles):
 
     def remove_folder(self, path: str) -> None:
         """Remove the object that some tools and servers mark an empty folder with."""
-        if not self.list(path):
+        if not self.entries(path):
             self.delete(f"{path}/")
 
     # --- large ones ---

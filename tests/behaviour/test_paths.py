@@ -99,17 +99,34 @@ def test_a_reused_writer_refuses_a_path_made_of_a_url_before_anything_is_written
     assert not files_in(tmp_path)
 
 
-@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://b/x", "memory://b", "S3://b/x"])
-def test_remote_urls_are_refused_by_name_in_this_version(tmp_path, monkeypatch, url):
+def test_a_url_of_a_kind_that_nobody_knows_is_refused_by_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for user in (CheckFreqWriter, CheckFreqReader, find_latest_valid):
-        with pytest.raises(BadLocation, match="not supported in this version"):
-            user(url)
+        with pytest.raises(BadLocation, match="fsspec knows no s4://"):
+            user("s4://bucket/run")
     with pytest.raises(BadLocation):
-        Checkpointer(url, {"w": torch.ones(1)}, every=1)
-    assert not CheckFreqWriter.validate_checkpoint_id(url)
-    assert not CheckFreqReader.validate_checkpoint_id(url)
+        Checkpointer("s4://bucket/run", {"w": torch.ones(1)}, every=1)
+    assert not CheckFreqWriter.validate_checkpoint_id("s4://bucket/run")
+    assert not CheckFreqReader.validate_checkpoint_id("s4://bucket/run")
     assert not files_in(tmp_path)
+
+
+@pytest.mark.parametrize("url", ["s3://bucket/run", "gs://b/x", "memory://b", "S3://b/x"])
+def test_urls_of_other_storages_are_taken_and_nothing_is_asked_of_them_yet(url):
+    assert CheckFreqWriter.validate_checkpoint_id(url)
+    assert CheckFreqWriter(url).checkpoint_id == url.replace("S3", "s3")
+    assert CheckFreqReader(url).checkpoint_id == url.replace("S3", "s3")
+
+
+def test_a_url_with_a_password_in_it_is_refused_without_showing_it():
+    with pytest.raises(BadLocation, match="storage_options") as caught:
+        CheckFreqWriter("s3://me:hunter2@bucket/run")
+    assert "hunter2" not in str(caught.value)
+
+
+def test_options_for_a_local_folder_are_refused_rather_than_ignored(tmp_path):
+    with pytest.raises(BadLocation, match="storage_options"):
+        CheckFreqWriter(tmp_path, storage_options={"key": "x"})
 
 
 @pytest.mark.parametrize("location", ["", b"bytes", 7, None, "file://relative/path"])

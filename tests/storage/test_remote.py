@@ -1,7 +1,6 @@
 """A folder behind an fsspec URL keeps the promises of a tier, and gives no secret away."""
 
 import fsspec
-import pytest
 
 from dcp_checkfreq.storage.remote import RemoteTier
 from dcp_checkfreq.testing import TierSuite
