@@ -11,7 +11,7 @@ import os
 import threading
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
@@ -22,7 +22,14 @@ from dcp_checkfreq.snapshot.copies import copy_tensors
 
 _MOST_COPIES = 4  # of different writers at the same time; more wait
 
-Copy = tuple[str, torch.Tensor, torch.Tensor]  # name for errors, source, target
+
+class Copy(NamedTuple):
+    """What to copy: the memory, and the tensor it is part of, if that counts its own changes."""
+
+    name: str  # for errors
+    source: torch.Tensor
+    target: torch.Tensor
+    whole: torch.Tensor | None = None  # a DTensor: changes show in its version, not its shard's
 
 
 class Lane(Protocol):
@@ -59,7 +66,12 @@ class _Watched:
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        self._seen = [(name, source, version_of(source)) for name, source, _ in copies]
+        self._seen = [
+            (one.name, tensor, version_of(tensor))
+            for one in copies
+            for tensor in (one.source, one.whole)
+            if tensor is not None
+        ]
         self._are_allowed = False
         self._error: SnapshotFailed | None = None
         self._lock = threading.Lock()
@@ -116,7 +128,7 @@ class _ThreadCopy:
     def _run(self) -> None:
         started_s = self._clock.monotonic_s()
         try:
-            copy_tensors([one[1] for one in self._copies], [one[2] for one in self._copies])
+            copy_tensors([one.source for one in self._copies], [one.target for one in self._copies])
         except BaseException as error:  # noqa: BLE001  raised again in `wait`
             self._error = error
         self.seconds_s = self._clock.monotonic_s() - started_s
@@ -152,7 +164,7 @@ class _StreamCopy:
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self._watched = _Watched(copies)  # also keeps the sources' memory from being used again
-        self._device = copies[0][1].device
+        self._device = copies[0].source.device
         side = _side_stream(self._device)
         side.wait_stream(torch.cuda.current_stream(self._device))
         self._spans = _queue(copies, side)
@@ -180,7 +192,7 @@ class _QueuedCopy:
 
     def __init__(self, copies: Sequence[Copy]) -> None:
         self._copies = copies  # their memory is kept from being used again
-        self._spans = _queue(copies, torch.cuda.current_stream(copies[0][1].device))
+        self._spans = _queue(copies, torch.cuda.current_stream(copies[0].source.device))
 
     def before_update(self) -> None:
         pass
@@ -220,10 +232,10 @@ def _queue(copies: Sequence[Copy], stream: torch.cuda.Stream) -> _Span:
     try:
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             span.begun.record(stream)
-            for _, source, target in copies:
+            for one in copies:
                 # Lazy bits first: torch would work on them on the host before the bytes are there.
-                plain = source.resolve_conj().resolve_neg()
-                target.copy_(plain, non_blocking=True)
+                plain = one.source.resolve_conj().resolve_neg()
+                one.target.copy_(plain, non_blocking=True)
             span.ended.record(stream)
     except RuntimeError as error:  # no memory for a copy in between
         stream.synchronize()  # what was queued writes into memory that is given back now
@@ -246,7 +258,7 @@ def copy_at_once(copies: Sequence[Copy]) -> Iterator[Lane]:
     """Copy host memory before this ends, and queue copies from GPUs on the current streams."""
     for device, part in _by_device(copies).items():
         if device.type == "cpu":
-            copy_tensors([source for _, source, _ in part], [target for _, _, target in part])
+            copy_tensors([one.source for one in part], [one.target for one in part])
         else:
             yield _QueuedCopy(part)
 
@@ -254,5 +266,5 @@ def copy_at_once(copies: Sequence[Copy]) -> Iterator[Lane]:
 def _by_device(copies: Sequence[Copy]) -> dict[torch.device, list[Copy]]:
     parts: dict[torch.device, list[Copy]] = {}
     for one in copies:
-        parts.setdefault(one[1].device, []).append(one)
+        parts.setdefault(one.source.device, []).append(one)
     return parts

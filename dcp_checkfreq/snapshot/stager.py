@@ -198,7 +198,9 @@ class Stager:
         items = list(plan.items.items())
         copies: dict[bool, list[Copy]] = {True: [], False: []}
         for memory, item in items:
-            copies[item.overlaps].append((item.found.path, item.found.local, places[memory]))
+            found = item.found
+            whole = found.tensor if isinstance(found.tensor, DTensor) else None
+            copies[item.overlaps].append(Copy(found.path, found.local, places[memory], whole))
         begun_s = self._clock.monotonic_s()
         for lane in copy_at_once(copies[False]):
             leases.lanes.append(lane)
@@ -266,7 +268,7 @@ def gpu_copy_s(survey: Survey, guarded: AbstractSet[Address]) -> float | None:
         except SnapshotFailed:
             return None
         copies = [
-            ("", item.found.local, item.part_of(lease.memory))
+            Copy("", item.found.local, item.part_of(lease.memory))
             for item in plan.items.values()
             if item.device == device
         ]

@@ -106,7 +106,6 @@ def test_a_piece_that_was_not_copied_fails_the_save_before_the_commit(four):
         assert [wrong for *_, wrong in said] == [[]] * 5
 
 
-@pytest.mark.xfail(reason="changes of a DTensor show in its own version, not in its shard's")
 def test_sharded_weights_that_change_outside_of_a_step_fail_the_save(four):
     for begun, error, wrong in values(four["sharded_weights_change_outside_of_a_step"]):
         assert begun

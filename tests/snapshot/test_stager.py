@@ -218,12 +218,12 @@ def test_a_value_that_cannot_be_copied_leaves_the_slot_free(pool):
     pool.lease(10).release()
 
 
-def test_an_error_of_a_users_own_copy_is_raised_as_it_is_and_leaves_the_slot_free(pool):
+def test_an_error_of_a_users_own_copy_fails_the_snapshot_and_leaves_the_slot_free(pool):
     class Stubborn:
         def __deepcopy__(self, memo):
             raise KeyError("mine")
 
-    with pytest.raises(KeyError, match="mine"):
+    with pytest.raises(SnapshotFailed, match="mine"):
         staged({"w": torch.ones(2), "s": Stubborn()}, pool)
     pool.lease(10).release()
 
