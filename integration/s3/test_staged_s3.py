@@ -1,0 +1,61 @@
+"""A local disk in front of a real S3 server: killed in its upload, started again."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from servers import KEY, SECRET
+
+from dcp_checkfreq import find_latest_valid
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
+@pytest.fixture
+def options(weed):
+    return {
+        "key": KEY,
+        "secret": SECRET,
+        "client_kwargs": {"endpoint_url": weed.endpoint, "region_name": "us-east-1"},
+    }
+
+
+def run(options, root, nvme, steps, *kill_after_s):
+    command = [sys.executable, Path(__file__).with_name("run_staged.py"), root, nvme, str(steps)]
+    process = subprocess.run(
+        [*command, *map(str, kill_after_s)],
+        env=os.environ | {"STORAGE_OPTIONS": json.dumps(options)},
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    if kill_after_s:
+        assert process.returncode == -9, process.stderr[-3000:]
+        return None
+    assert process.returncode == 0, process.stderr[-3000:]
+    return json.loads(process.stdout.splitlines()[-1])
+
+
+def test_a_kill_in_the_upload_costs_nothing_on_the_same_node(options, root, stored, tmp_path):
+    nvme = tmp_path / "nvme"
+    assert run(options, root, nvme, 2)["restored"] == 0
+    seen = set()
+    for kill_after_s in (0.02, 0.05, 0.1, 0.2, 0.4):
+        before = find_latest_valid(root, storage_options=options).step
+        run(options, root, nvme, 1, kill_after_s)
+        on_slow = find_latest_valid(root, storage_options=options).step
+        local = find_latest_valid(root, storage_options=options, staging_dir=nvme).step
+        assert before <= on_slow <= local <= before + 1
+        again = run(options, root, nvme, 0)
+        assert (again["restored"], again["right"]) == (local, True)
+        found = find_latest_valid(root, storage_options=options, depth="digest")
+        assert (found.step, found.rejected) == (local, ())
+        seen.add((on_slow - before, local - before))
+        print(kill_after_s, "s:", before, on_slow, local, again)
+    assert (0, 1) in seen, "no kill fell into an upload"
+    elsewhere = run(options, root, tmp_path / "new node", 1)
+    assert (elsewhere["restored"], elsewhere["right"]) == (local, True)
+    assert len({name.split("/")[0] for name in stored(root) if name.endswith(".metadata")}) == 2
