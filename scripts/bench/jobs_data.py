@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import psutil
+import torch
 
 from arms_data import DATA_ARMS, Load, samples_of, state_bytes
 from data_sets import write_images
@@ -15,8 +16,8 @@ from harness import Ranks, order, record
 from resumes_data import PERCENTS, resume_arms
 from spec import Samples, Spec
 
-IMAGES = {"full": 512, "small": 24}
-NUMBERS = {"full": 1 << 17, "small": 256}  # more than 65,536: our order is then the keyed one
+IMAGES = {"full": 256, "small": 24}
+NUMBERS = {"full": 69_632, "small": 256}  # more than 65,536: our order is then the keyed one
 BATCH = {"images": 32, "numbers": 64}
 
 
@@ -26,6 +27,7 @@ def data_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
     Loaders and their workers live as long as the job; the first epoch, which starts them, is not
     counted. Each epoch must hand out every sample.
     """
+    torch.set_num_threads(1)  # as in workers; threads that wait by spinning would count as CPU
     load = _load(spec)
     samples: Samples = {}
     loaders: dict[str, Any] = {}
