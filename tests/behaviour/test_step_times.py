@@ -1,5 +1,7 @@
 """What an iteration took, by a hand-set clock: at work, held up, queued, waiting for a copy."""
 
+import threading
+
 import pytest
 
 from dcp_checkfreq import Checkpointer
@@ -201,15 +203,18 @@ def test_a_save_that_is_asked_for_between_steps_is_no_iteration(seen):
 
 def test_slow_storage_is_persist_time_and_no_time_of_the_loop():
     clock = ManualClock()
+    loop_goes_on = threading.Event()
 
     class Slow(ForwardingTier):
         def around(self, verb, name, call):
             if verb == "write_shard":
+                assert loop_goes_on.wait(30)
                 clock.advance(8.0)
             return call()
 
     with Checkpointer(Slow(MemoryTier()), {"x": 1}, every=1, clock=clock) as ckpt:
         ckpt.after_step()
+        loop_goes_on.set()
         ckpt.wait()
         (record,) = ckpt.history
     assert record.persist_s == 8.0
