@@ -6,6 +6,7 @@ renamed or copied.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterable
 from typing import Any
 
@@ -67,7 +68,7 @@ class RemoteTier:
         except (FileNotFoundError, IsADirectoryError):
             self._files.make_folder(path)
             return
-        raise NotADirectoryError(20, "is a file", self._url)
+        raise NotADirectoryError(errno.ENOTDIR, "is a file", self._url)
 
     def list(self) -> list[Entry]:
         """Return what is in the folder, asked anew."""
@@ -94,7 +95,7 @@ class RemoteTier:
         except FileNotFoundError:
             self._files.upload(path, pieces, size_bytes)
             return
-        raise FileExistsError(17, "is there already", f"{self._url}/{name}")
+        raise FileExistsError(errno.EEXIST, "is there already", f"{self._url}/{name}")
 
     def sync(self) -> None:
         """Do nothing: an object is durable, and its name with it, when its upload was answered."""

@@ -79,8 +79,11 @@ def is_passing(error: BaseException) -> bool:
 
 
 def is_expired(error: BaseException) -> bool:
-    """Tell whether the credentials were good once and have run out."""
-    return code_of(error)[0] in _EXPIRED
+    """Tell whether the credentials were good once and have run out, or may have.
+
+    The answer to HEAD has no body, so it says 400 and no more.
+    """
+    return code_of(error)[0] in _EXPIRED or code_of(error)[0] == "400"
 
 
 def is_taken(error: BaseException) -> bool:

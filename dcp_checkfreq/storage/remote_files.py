@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import errno
 import logging
 import os
 import threading
+import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -158,7 +160,7 @@ class FsspecFiles:
         fs.invalidate_cache()
         info = fs.info(path)
         if info.get("type") == "directory":
-            raise IsADirectoryError(21, "is a folder", path)
+            raise IsADirectoryError(errno.EISDIR, "is a folder", path)
         marks = ("ETag", "etag", "md5Hash", "generation", "created", "mtime", "modified", "size")
         return Head(int(info["size"]), tuple(info.get(mark) for mark in marks))
 
@@ -196,31 +198,33 @@ class FsspecFiles:
     def write_new(self, path: str, data: bytes, scratch: str) -> None:
         """Make ``path`` hold ``data`` if it is not there; else raise `FileExistsError`.
 
-        Whoever finds exactly ``data`` there after a try without an answer takes it for its own.
+        A request may be repeated, also by a client on its own, after an answer was lost. So a name
+        that is taken is looked at: perhaps this very call has taken it.
         """
         exclusive = self._creates_exclusively(path, scratch)
-        tries = 0
+        mark = uuid.uuid4().hex
 
         def put(fs: Any) -> None:
-            nonlocal tries
-            tries += 1
             try:
                 if exclusive:
-                    self._write_if_absent(fs, path, data)
+                    self._write_if_absent(fs, path, data, mark)
                 else:
                     self._look_and_write(fs, path, data)
             except Exception as error:
                 if not is_taken(error):
                     raise
-                if tries > 1 and bytes(fs.cat_file(path)) == data:
-                    return
-                raise FileExistsError(17, "is there already", path) from error
+                if not self._is_mine(fs, path, data, mark):
+                    raise FileExistsError(errno.EEXIST, "is there already", path) from error
 
         self.call(path, put)
 
-    def _write_if_absent(self, fs: Any, path: str, data: bytes) -> None:
+    def _write_if_absent(self, fs: Any, path: str, data: bytes, mark: str) -> None:
         with _creating:
             fs.pipe_file(path, data, mode="create")
+
+    def _is_mine(self, fs: Any, path: str, data: bytes, mark: str) -> bool:
+        """Tell whether the call with this mark has written ``path``. Here nothing repeats calls."""
+        return False
 
     def _look_and_write(self, fs: Any, path: str, data: bytes) -> None:
         with _creating:
@@ -229,7 +233,7 @@ class FsspecFiles:
             except FileNotFoundError:
                 self._write(fs, path, data)
                 return
-        raise FileExistsError(17, "is there already", path)
+        raise FileExistsError(errno.EEXIST, "is there already", path)
 
     def _creates_exclusively(self, path: str, scratch: str) -> bool:
         """Tell whether the server refuses to write over a file when asked to; tried out once."""
@@ -249,7 +253,7 @@ class FsspecFiles:
     def _try(self, fs: Any, scratch: str) -> bool:
         self._write(fs, scratch, b"first")
         try:
-            self._write_if_absent(fs, scratch, b"second")
+            self._write_if_absent(fs, scratch, b"second", "")
         except Exception as error:
             if not (is_taken(error) or self._refuses(error)):
                 raise
@@ -308,7 +312,7 @@ class FsspecFiles:
         def get(fs: Any) -> None:
             data = fs.cat_file(path, start=offset, end=offset + len(target))
             if self._head(fs, path) != head:
-                raise OSError(116, "was replaced while it was read", path)
+                raise OSError(errno.ESTALE, "was replaced while it was read", path)
             fill(target, data, path)
 
         self.call(path, get)

@@ -7,6 +7,7 @@ counterpart here make `Store.fits` False; s3fs then moves the bytes too.
 from __future__ import annotations
 
 import datetime
+import errno
 import importlib.util
 import os
 import threading
@@ -167,7 +168,7 @@ class Store:
 
         now = sync(fs.loop, frozen)
         if now is None:
-            raise PermissionError(13, "no credentials were found")
+            raise PermissionError(errno.EACCES, "no credentials were found")
         return _as_provided(now.access_key, now.secret_key, now.token, until)
 
 

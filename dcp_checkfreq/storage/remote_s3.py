@@ -7,6 +7,7 @@ by one, so that it is known what was asked and what was answered.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,8 @@ from dcp_checkfreq.storage.remote_parts import (
 from dcp_checkfreq.storage.tier import Entry, StaleCredentials
 
 _log = logging.getLogger(__name__)
+
+_MARK = "checkfreq-write"  # metadata of what was written conditionally: which call it was
 
 
 class S3Files(FsspecFiles):
@@ -66,7 +69,7 @@ class S3Files(FsspecFiles):
     def _head(self, fs: Any, path: str) -> Head:
         bucket, key, _ = fs.split_path(path)
         if not key:
-            raise FileNotFoundError(2, "a bucket is no file", path)
+            raise FileNotFoundError(errno.ENOENT, "a bucket is no file", path)
         answer = fs.call_s3("head_object", Bucket=bucket, Key=key)
         return Head(answer["ContentLength"], answer["ETag"])
 
@@ -99,9 +102,15 @@ class S3Files(FsspecFiles):
         bucket, key, _ = fs.split_path(path)
         fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data)
 
-    def _write_if_absent(self, fs: Any, path: str, data: bytes) -> None:
+    def _write_if_absent(self, fs: Any, path: str, data: bytes, mark: str) -> None:
         bucket, key, _ = fs.split_path(path)
-        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*")
+        more = {"Metadata": {_MARK: mark}}
+        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", **more)
+
+    def _is_mine(self, fs: Any, path: str, data: bytes, mark: str) -> bool:
+        bucket, key, _ = fs.split_path(path)
+        answer = fs.call_s3("head_object", Bucket=bucket, Key=key)
+        return bool(answer.get("Metadata", {}).get(_MARK) == mark)
 
     def _refuses(self, error: Exception) -> bool:
         return super()._refuses(error) or is_unsupported(error)
@@ -172,7 +181,9 @@ class S3Files(FsspecFiles):
         except Exception as error:
             if is_expired(error):
                 self.renew()
-                raise StaleCredentials(13, "the credentials have expired", path) from error
+                raise StaleCredentials(
+                    errno.EACCES, "the credentials have expired", path
+                ) from error
             told = as_os_error(error, path, lost_secrets=self.options.lost_secrets)
             if told is error:
                 raise

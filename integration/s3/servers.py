@@ -130,9 +130,9 @@ class Weed:
     def stop(self) -> None:
         """End the server, and only this one."""
         if self._process is not None:
-            self._process.send_signal(signal.SIGINT)
+            self._process.terminate()
             try:
-                self._process.wait(15)
+                self._process.wait(2)  # its own way takes 10 s, and the data is dropped anyway
             except subprocess.TimeoutExpired:
                 self._process.kill()
                 self._process.wait()
@@ -184,15 +184,18 @@ class Break:
     """What the proxy does instead of handing a request on.
 
     ``status`` answers at once with an S3 error; ``cut_after`` hands on so many bytes of the body
-    and breaks both lines; ``cut_answer_after`` does so with the answer; ``delay_s`` hands it on, and
-    keeps the answer for so long.
+    and breaks both lines; ``cut_answer_after`` does so with the body of the answer, and
+    ``drop_answer`` with all of it; ``delay_s`` hands it on, and keeps the answer for so long;
+    ``without_header`` hands it on without that header.
     """
 
     status: int = 0
     code: str = ""
     cut_after: int | None = None
     cut_answer_after: int | None = None
+    drop_answer: bool = False
     delay_s: float = 0.0
+    without_header: str = ""
 
 
 Rule = Callable[[Request], "Break | None"]
@@ -310,6 +313,8 @@ class Proxy:
                 + (b"" if method == "HEAD" else text)
             )
             return True
+        if how is not None and how.without_header:
+            head = [line for line in head if not line.lower().startswith(how.without_header)]
         server.sendall(("\r\n".join(head) + "\r\n\r\n").encode("latin-1"))
         cut = how.cut_after if how is not None else None
         if not self._move(reader, server, size, cut, is_request=True):
@@ -321,6 +326,8 @@ class Proxy:
             return False
         if how is not None and how.delay_s:
             time.sleep(how.delay_s)
+        if how is not None and how.drop_answer:
+            return False
         client.sendall(("\r\n".join(answer) + "\r\n\r\n").encode("latin-1"))
         status = int(answer[0].split(" ")[1])
         if method == "HEAD" or status in (204, 304):
@@ -401,7 +408,8 @@ def main() -> None:
     port = parser.parse_args().port
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
     with running_weed(port) as weed:
-        print(f"""S3 server (SeaweedFS) on {weed.endpoint}, bucket {BUCKET!r}. Ctrl-C ends it.
+        print(
+            f"""S3 server (SeaweedFS) on {weed.endpoint}, bucket {BUCKET!r}. Ctrl-C ends it.
 
     options = {weed.options!r}
     CheckFreqWriter("s3://{BUCKET}/run/step_100", storage_options=options)
@@ -409,7 +417,9 @@ def main() -> None:
 or, for every client that reads the environment:
 
     export AWS_ENDPOINT_URL={weed.endpoint} AWS_ACCESS_KEY_ID={KEY} AWS_SECRET_ACCESS_KEY={SECRET}
-""", flush=True)
+""",
+            flush=True,
+        )
         with contextlib.suppress(KeyboardInterrupt):
             threading.Event().wait()
 

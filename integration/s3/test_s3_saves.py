@@ -1,0 +1,196 @@
+"""Saves and loads through DCP on a real S3 server: what is sent, what is left, who can read it."""
+
+import logging
+import os
+import pickle
+import re
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from servers import BUCKET, KEY, SECRET
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+
+from dcp_checkfreq import Checkpointer, CheckFreqReader, CheckFreqWriter, find_latest_valid
+from dcp_checkfreq.storage.open import open_tier
+
+pytestmark = pytest.mark.slow
+
+MIB = 1 << 20
+
+
+def state_of(mib=40, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+    large = torch.randn(mib * MIB // 8, generator=generator)
+    return {
+        "large": large,
+        "more": torch.randn(mib * MIB // 8, generator=generator),
+        "rows": torch.randn(100, 7, generator=generator).bfloat16(),
+        **{f"small{n}": torch.randn(33, generator=generator) for n in range(50)},
+        "step": 7,
+    }
+
+
+def empty_of(state):
+    return {k: torch.zeros_like(v) if torch.is_tensor(v) else 0 for k, v in state.items()}
+
+
+def same(one, other):
+    return all(
+        torch.equal(one[k], other[k]) if torch.is_tensor(one[k]) else one[k] == other[k]
+        for k in one
+    )
+
+
+def test_a_save_is_parts_and_one_conditional_put_and_nothing_else(
+    proxy, root, stored, uploads, monkeypatch
+):
+    monkeypatch.setattr(os, "sync", lambda: pytest.fail("the whole machine was synced"))
+    state = state_of()
+    dcp.save(state, storage_writer=CheckFreqWriter(f"{root}/step_1", storage_options=proxy.options))
+    files = stored(f"{root}/step_1")
+    shards = [name for name in files if name != ".metadata"]
+    assert uploads(root) == []
+    assert proxy.count("POST", "?uploads") == len(shards) > 0
+    parts = [r for r in proxy.requests if r.method == "PUT" and "partNumber" in r.path]
+    assert all(part.size_bytes >= 5 * MIB for part in parts if "partNumber=1&" in part.path)
+    assert sum(part.size_bytes for part in parts) == sum(files[shard] for shard in shards)
+    commits = [r for r in proxy.requests if r.method == "PUT" and r.path.endswith(".metadata")]
+    assert [commit.headers.get("if-none-match") for commit in commits] == ["*"]
+    assert proxy.requests.index(commits[0]) > max(map(proxy.requests.index, parts))
+    assert not any("x-amz-copy-source" in request.headers for request in proxy.requests)
+    # all that is ever deleted is the object that conditional writes were tried out on
+    deleted = [r.path for r in proxy.requests if r.method == "DELETE"]
+    assert all(".metadata" in path and path.endswith(".tmp") for path in deleted), deleted
+    assert len(deleted) <= 1
+
+
+def test_a_small_shard_is_one_put(proxy, root):
+    state = {"w": torch.ones(1000)}
+    dcp.save(state, storage_writer=CheckFreqWriter(f"{root}/step_1", storage_options=proxy.options))
+    shards = [r for r in proxy.requests if r.method == "PUT" and r.path.endswith(".distcp")]
+    assert len(shards) == 1
+    assert proxy.count("POST") == 0
+
+
+@pytest.mark.parametrize("move_with", ["auto", "s3fs"])
+def test_what_was_saved_is_loaded_by_us_and_by_stock(weed, root, move_with, monkeypatch):
+    from dcp_checkfreq.storage.remote_s3 import S3Files
+
+    monkeypatch.setattr(S3Files, "move_with", move_with)
+    state = state_of()
+    dcp.save(state, storage_writer=CheckFreqWriter(f"{root}/step_1", storage_options=weed.options))
+    target = empty_of(state)
+    reader = CheckFreqReader(f"{root}/step_1", storage_options=weed.options)
+    dcp.load(target, storage_reader=reader)
+    assert same(target, state)
+    assert reader.bytes_needed <= reader.bytes_read <= 1.05 * reader.bytes_needed
+    target = empty_of(state)
+    dcp.load(target, storage_reader=FsspecReader(f"{root}/step_1", **weed.options))
+    assert same(target, state)
+
+
+def test_a_copy_on_another_storage_is_the_same_checkpoint(weed, root, boto, tmp_path):
+    state = state_of(1)
+    dcp.save(state, storage_writer=CheckFreqWriter(f"{root}/step_1", storage_options=weed.options))
+    (tmp_path / "step_1").mkdir()
+    prefix = f"{root}/step_1/".removeprefix(f"s3://{BUCKET}/")
+    for item in boto.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"]:
+        path = tmp_path / "step_1" / item["Key"].rpartition("/")[2]
+        boto.download_file(BUCKET, item["Key"], str(path))
+        os.utime(path, (0, 0))
+    found = find_latest_valid(tmp_path, depth="digest")
+    target = empty_of(state)
+    dcp.load(target, storage_reader=CheckFreqReader(found))
+    assert same(target, state)
+
+
+def test_the_newest_whole_step_is_found_and_a_cut_one_passed_over(weed, root, boto):
+    for step in (9, 10):
+        writer = CheckFreqWriter(f"{root}/step_{step}", storage_options=weed.options)
+        dcp.save(state_of(1), storage_writer=writer)
+    find = lambda **more: find_latest_valid(root, storage_options=weed.options, **more)  # noqa: E731
+    assert find().step == 10
+    assert find().path == f"{root}/step_10"
+    prefix = f"{root}/step_10/__0_0".removeprefix(f"s3://{BUCKET}/")
+    shard = boto.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"][0]["Key"]
+    boto.put_object(Bucket=BUCKET, Key=shard, Body=b"cut short")  # another client, any time
+    found = find(depth="digest")
+    assert found.step == 9
+    assert [rejected.step for rejected in found.rejected] == [10]
+
+
+def test_a_checkpointer_saves_restores_keeps_two_and_leaves_no_uploads(weed, root, stored, uploads):
+    state = {"w": torch.zeros(1000)}
+    with Checkpointer(root, state, every=1, storage_options=weed.options) as ckpt:
+        ckpt.restore()
+        for step in range(1, 5):
+            state["w"].fill_(step)
+            ckpt.after_step()
+        ckpt.wait()
+    steps = {name.partition("/")[0] for name in stored(root) if name.startswith("step")}
+    assert steps == {"step_00000003", "step_00000004"}
+    assert uploads(root) == []
+    fresh = {"w": torch.zeros(1000)}
+    with Checkpointer(root, fresh, every=1, storage_options=weed.options) as ckpt:
+        assert ckpt.restore().step == 4
+    assert fresh["w"].eq(4).all()
+
+
+def test_a_second_writer_of_a_step_is_refused_and_overwrite_replaces_it(weed, root, stored):
+    def save(seed, **more):
+        writer = CheckFreqWriter(f"{root}/step_1", storage_options=weed.options, **more)
+        dcp.save(state_of(1, seed), storage_writer=writer)
+
+    save(1)
+    before = stored(root)
+    with pytest.raises(BaseException, match="holds a whole checkpoint"):
+        save(2)
+    assert stored(root) == before
+    save(3, overwrite=True)
+    assert len(stored(root)) == len(before)
+    target = empty_of(state_of(1))
+    reader = CheckFreqReader(f"{root}/step_1", storage_options=weed.options)
+    dcp.load(target, storage_reader=reader)
+    assert same(target, state_of(1, 3))
+
+
+def test_a_reused_writer_keeps_its_options_for_another_step(weed, root, stored):
+    writer = CheckFreqWriter(f"{root}/step_1", storage_options=weed.options)
+    dcp.save(state_of(1), storage_writer=writer)
+    dcp.save(state_of(1), storage_writer=writer, checkpoint_id=f"{root}/step_2")
+    assert {name.partition("/")[0] for name in stored(root)} == {"step_1", "step_2"}
+
+
+def test_secrets_are_not_in_pickles_reprs_logs_or_files(weed, root, boto, caplog):
+    caplog.set_level(logging.DEBUG, "dcp_checkfreq")
+    secret = re.compile(f"{KEY}|{SECRET}")
+    writer = CheckFreqWriter(f"{root}/step_1", storage_options=weed.options)
+    dcp.save({"w": torch.ones(9)}, storage_writer=writer)
+    reader = CheckFreqReader(f"{root}/step_1", storage_options=weed.options)
+    tier = open_tier(root, storage_options=weed.options)
+    wrong = open_tier(root, storage_options={**weed.options, "secret": "not-" + SECRET})
+    with pytest.raises(PermissionError) as caught:
+        wrong.list()
+    shown = [repr(writer), repr(reader), repr(tier), repr(tier._files), str(caught.value)]
+    shown += [pickle.dumps(thing).decode("latin-1") for thing in (writer, reader, tier)]
+    shown += [record.getMessage() for record in caplog.records]
+    assert not any(secret.search(text) for text in shown)
+    prefix = root.removeprefix(f"s3://{BUCKET}/")
+    for item in boto.list_objects_v2(Bucket=BUCKET, Prefix=prefix)["Contents"]:
+        body = boto.get_object(Bucket=BUCKET, Key=item["Key"])["Body"].read()
+        assert not secret.search(body.decode("latin-1"))
+    # in the same process, nothing is missing
+    assert [entry.name for entry in pickle.loads(pickle.dumps(tier)).list()] == ["step_1"]
+
+
+def test_only_the_rows_that_are_wanted_are_read(proxy, root):
+    state = {"w": torch.randn(4096, 1024)}  # 16 MiB
+    dcp.save(state, storage_writer=CheckFreqWriter(f"{root}/step_1", storage_options=proxy.options))
+    proxy.reset()
+    tier = open_tier(f"{root}/step_1", storage_options=proxy.options)
+    shard = next(e.name for e in tier.list() if e.name.endswith(".distcp"))
+    got = bytearray(100_000)
+    reader = tier.open(shard)
+    reader.read_into(5 * MIB, memoryview(got))
+    assert proxy.received_bytes < 110_000
