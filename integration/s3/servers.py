@@ -97,7 +97,8 @@ class Weed:
                     "-volume.max=100", f"-master.port={master}", f"-volume.port={volume}",
                     f"-filer.port={filer}", "-s3", f"-s3.port={self.port}",
                     "-s3.ip.bind=127.0.0.1", "-s3.port.iceberg=0",
-                    "-s3.port.lance=0", "-master.telemetry=false", f"-s3.config={self.folder / 'identities.json'}",
+                    "-s3.port.lance=0", "-master.telemetry=false",
+                    f"-s3.config={self.folder / 'identities.json'}",
                 ],
                 stdout=log, stderr=log, start_new_session=True,
             )  # fmt: skip

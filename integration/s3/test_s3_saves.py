@@ -11,7 +11,7 @@ import torch.distributed.checkpoint as dcp
 from servers import BUCKET, KEY, SECRET
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from dcp_checkfreq import Checkpointer, CheckFreqReader, CheckFreqWriter, find_latest_valid
+from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, Checkpointer, find_latest_valid
 from dcp_checkfreq.storage.open import open_tier
 
 pytestmark = pytest.mark.slow
