@@ -25,6 +25,7 @@ from benches import (
     save_bench,
 )
 from benches_data import LOADS, data_bench
+from benches_s3 import s3_bench
 from report import print_report, read_reports, save_reports
 from states import SCALES, STATES
 
@@ -101,6 +102,17 @@ def data(
     """Data loaders: samples per second, CPU per sample, time to resume, bytes of the state."""
     options = _options(load, Place.disk, folder, 1, repeats, scale, arms, seed)
     _finish(data_bench(options, workers), out)
+
+
+@app.command()
+def s3(
+    out: Out, state: StateOf = StateName.gpt, folder: Folder = None, ranks: RankCount = 1,
+    cases: Cases = "4:2", repeats: Repeats = 5, scale: ScaleOf = Scale.full, arms: Arms = "",
+    seed: Seed = 0,
+) -> None:  # fmt: skip
+    """Save, load and reshard on an S3 server that is started here: SeaweedFS."""
+    options = _options(state, Place.disk, folder, ranks, repeats, scale, arms, seed)
+    _finish(s3_bench(options, cases), out)
 
 
 @app.command()
