@@ -9,7 +9,7 @@ from collections.abc import Set as AbstractSet
 from dcp_checkfreq.errors import LoadFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
-from dcp_checkfreq.storage.tier import Entry, Tier
+from dcp_checkfreq.storage.tier import Entry, Tier, abort_uploads
 
 _log = logging.getLogger(__name__)
 
@@ -44,9 +44,9 @@ def clean_root(
     """Remove the leftovers in every step folder and return what was removed.
 
     Only for a run that holds the lease. A folder whose ``.metadata`` cannot be read is left alone,
-    and so are files named in ``spared``.
+    and so are files named in ``spared``. On object stores, uploads that were never finished go too.
     """
-    removed = []
+    removed = abort_uploads(root, _is_shard_of_a_step, before_s=now_s - grace_s)
     for entry in root.list():
         if names.parse_step(entry.name) is None or not entry.is_folder:
             continue
@@ -64,6 +64,11 @@ def clean_root(
     if removed:
         _log.info("%s: removed %d files of dead attempts", root.location, len(removed))
     return removed
+
+
+def _is_shard_of_a_step(path: str) -> bool:
+    step, _, name = path.rpartition("/")
+    return names.parse_step(step) is not None and names.parse_shard(name) is not None
 
 
 def named_files(folder: Tier) -> set[str] | None:

@@ -7,7 +7,7 @@ renamed or copied.
 from __future__ import annotations
 
 import errno
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dcp_checkfreq.storage.remote_files import RETRY_FOR_S, FsspecFiles, Head, files_of
@@ -115,6 +115,10 @@ class RemoteTier:
     def remove(self) -> None:
         """Remove the folder if it is empty, where there are folders."""
         self._files.remove_folder(self._path())
+
+    def abort_uploads(self, is_ours: Callable[[str], bool], *, before_s: float) -> Sequence[str]:
+        """Abort uploads in this folder that were begun before ``before_s`` and never finished."""
+        return self._files.abort_uploads(self._path(), is_ours, before_s)
 
 
 class RemoteReader:

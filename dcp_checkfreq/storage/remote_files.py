@@ -28,6 +28,7 @@ _log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 RETRY_FOR_S = 180.0  # from the first try of a call; also what each part of an upload gets
+CLEANING_FOR_S = 20.0  # what is not removed now is removed at the next restore
 _FIRST_WAIT_S = 0.1
 _LONGEST_WAIT_S = 15.0
 
@@ -57,6 +58,7 @@ class FsspecFiles:
         self.retry_for_s = retry_for_s
         self._fs: Any = None
         self._pid = 0
+        self.make_locks()
         self._creates: dict[str, bool] = {}  # by bucket: whether a conditional write is honoured
 
     def __repr__(self) -> str:
@@ -64,6 +66,9 @@ class FsspecFiles:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return files_of, (self.protocol, self.options, self.retry_for_s)
+
+    def make_locks(self) -> None:
+        """Make the locks of this object, also anew after a fork."""
 
     # --- the file system object of this process ---
 
@@ -104,7 +109,7 @@ class FsspecFiles:
         """Return what the file system itself calls a URL."""
         return str(self.fs._strip_protocol(url))
 
-    def call(self, where: str, work: Callable[[Any], T]) -> T:
+    def call(self, where: str, work: Callable[[Any], T], *, for_s: float | None = None) -> T:
         """Run ``work(fs)`` until it works, for a bounded time; errors as `as_os_error` has them.
 
         Throttling, 5xx and broken lines are tried again with growing, random waits. Expired
@@ -133,7 +138,7 @@ class FsspecFiles:
         retrying = tenacity.Retrying(
             retry=again,
             wait=tenacity.wait_random_exponential(_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
-            stop=tenacity.stop_after_delay(self.retry_for_s),
+            stop=tenacity.stop_after_delay(min(self.retry_for_s, for_s or self.retry_for_s)),
             before_sleep=tell,
             reraise=True,
         )
@@ -267,7 +272,7 @@ class FsspecFiles:
 
     def delete(self, path: str) -> None:
         """Remove a file; no error if there is none."""
-        self.call(path, lambda fs: self._delete(fs, path))
+        self.call(path, lambda fs: self._delete(fs, path), for_s=CLEANING_FOR_S)
 
     def _delete(self, fs: Any, path: str) -> None:
         with contextlib.suppress(FileNotFoundError):
@@ -284,6 +289,12 @@ class FsspecFiles:
             with contextlib.suppress(OSError):
                 self.call(path, lambda fs: fs.rmdir(path))
 
+    def abort_uploads(
+        self, path: str, is_ours: Callable[[str], bool], before_s: float
+    ) -> list[str]:
+        """Abort unfinished uploads below ``path``, where a storage has such a thing."""
+        return []
+
     # --- large files ---
 
     def upload(self, path: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
@@ -295,7 +306,8 @@ class FsspecFiles:
             for piece in gathered(checked(pieces, size_bytes, path)):
                 file.write(piece)
             file.close()
-            file.commit()
+            if hasattr(file, "commit"):
+                file.commit()
         except BaseException as error:
             _discard(file)
             with contextlib.suppress(OSError):
@@ -346,6 +358,17 @@ def _modified_s(info: dict[str, Any]) -> float:
                 return datetime.datetime.fromisoformat(when.replace("Z", "+00:00")).timestamp()
     return 0.0
 
+
+def _after_fork_in_child() -> None:
+    """Replace locks that a thread of the parent, which is not here, may hold for ever."""
+    global _lock, _creating
+    _lock, _creating = threading.Lock(), threading.Lock()
+    for files in _shared.values():
+        files.make_locks()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 _shared: dict[tuple[str, str, float], FsspecFiles] = {}
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from dcp_checkfreq.storage import remote_obstore
 from dcp_checkfreq.storage.remote_errors import is_unsupported
-from dcp_checkfreq.storage.remote_files import FsspecFiles, Head, fill
+from dcp_checkfreq.storage.remote_files import CLEANING_FOR_S, FsspecFiles, Head, fill
 from dcp_checkfreq.storage.remote_parts import (
     PARTS_IN_FLIGHT,
     checked,
@@ -40,6 +40,9 @@ class S3Files(FsspecFiles):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._store: remote_obstore.Store | None = None
+
+    def make_locks(self) -> None:
+        """Make the locks of this object, also anew after a fork."""
         self._store_lock = threading.Lock()
 
     def _own_options(self) -> dict[str, Any]:
@@ -96,7 +99,7 @@ class S3Files(FsspecFiles):
 
     def read(self, path: str) -> bytes:
         """Return the content of a small object, in one request."""
-        return self.call(path, lambda fs: bytes(fs.cat_file(path, max_concurrency=1)))
+        return self.call(path, lambda fs: _get(fs, path))
 
     def _write(self, fs: Any, path: str, data: bytes) -> None:
         bucket, key, _ = fs.split_path(path)
@@ -245,8 +248,14 @@ class S3Files(FsspecFiles):
                         UploadId=upload["UploadId"],
                     )
 
-        self.call(path, abort)
+        self.call(path, abort, for_s=CLEANING_FOR_S)
         self.delete(path)
+
+    def abort_uploads(
+        self, path: str, is_ours: Callable[[str], bool], before_s: float
+    ) -> list[str]:
+        """Abort unfinished uploads below ``path`` that were begun before ``before_s``."""
+        return self.call(path, lambda fs: _abort_below(fs, path, is_ours, before_s))
 
     def read_range(self, path: str, offset: int, target: memoryview, head: Head) -> None:
         """Fill ``target`` from ``offset`` on, from the version that ``head`` is of."""
@@ -257,21 +266,44 @@ class S3Files(FsspecFiles):
             if store is not None:
                 store.get(bucket, key, offset, target, str(head.version))
             else:
-                _get_with_s3fs(fs, bucket, key, offset, target, head)
+                span = f"bytes={offset}-{offset + len(target) - 1}"
+                fill(target, _get(fs, path, Range=span, IfMatch=head.version), path)
 
         self.call(path, get)
 
 
-def _get_with_s3fs(
-    fs: Any, bucket: str, key: str, offset: int, target: memoryview, head: Head
-) -> None:
+def _get(fs: Any, path: str, **more: Any) -> bytes:
+    """Return an object or a part of it, in one request."""
     from fsspec.asyn import sync
 
-    answer = fs.call_s3(
-        "get_object",
-        Bucket=bucket,
-        Key=key,
-        Range=f"bytes={offset}-{offset + len(target) - 1}",
-        IfMatch=head.version,
-    )
-    fill(target, sync(fs.loop, answer["Body"].read), key)
+    bucket, key, _ = fs.split_path(path)
+    answer = fs.call_s3("get_object", Bucket=bucket, Key=key, **more)
+    return bytes(sync(fs.loop, answer["Body"].read))
+
+
+def _abort_below(fs: Any, path: str, is_ours: Callable[[str], bool], before_s: float) -> list[str]:
+    bucket, key, _ = fs.split_path(path)
+    prefix = f"{key}/" if key else ""
+    found: list[dict[str, Any]] = []
+    page: dict[str, Any] = {}
+    more: dict[str, str] = {}
+    while not page or page.get("IsTruncated"):
+        page = fs.call_s3("list_multipart_uploads", Bucket=bucket, Prefix=prefix, **more)
+        more = {
+            "KeyMarker": page.get("NextKeyMarker", ""),
+            "UploadIdMarker": page.get("NextUploadIdMarker", ""),
+        }
+        found += page.get("Uploads", [])
+    aborted = []
+    for upload in found:
+        below = upload["Key"][len(prefix) :]
+        if upload["Initiated"].timestamp() < before_s and is_ours(below):
+            with contextlib.suppress(FileNotFoundError):  # finished, or aborted by another
+                fs.call_s3(
+                    "abort_multipart_upload",
+                    Bucket=bucket,
+                    Key=upload["Key"],
+                    UploadId=upload["UploadId"],
+                )
+            aborted.append(below)
+    return aborted

@@ -21,7 +21,14 @@ from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, huge_buffer
 from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.storage.mount import MountTier
 from dcp_checkfreq.storage.staging_area import StagingArea, note_of
-from dcp_checkfreq.storage.tier import Entry, RangeReader, StaleCredentials, Tier, reads_at_once
+from dcp_checkfreq.storage.tier import (
+    Entry,
+    RangeReader,
+    StaleCredentials,
+    Tier,
+    abort_uploads,
+    reads_at_once,
+)
 
 StagingDir = str | os.PathLike[str] | Tier
 
@@ -188,6 +195,10 @@ class StagedTier:
     def remove(self) -> None:
         """Remove the folder from the slow side if it is empty."""
         self.slow.remove()
+
+    def abort_uploads(self, is_ours: Callable[[str], bool], *, before_s: float) -> Sequence[str]:
+        """Abort what dead processes began to upload to the slow side."""
+        return abort_uploads(self.slow, is_ours, before_s=before_s)
 
 
 class Upload:

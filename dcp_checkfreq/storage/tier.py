@@ -10,7 +10,7 @@ the storage. All calls may be made from several threads at once.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
@@ -121,6 +121,24 @@ class Tier(Protocol):
     def remove(self) -> None:
         """Remove this folder if it is empty; no error if it is missing or not empty."""
         ...
+
+
+def abort_uploads(root: Tier, is_ours: Callable[[str], bool], *, before_s: float) -> list[str]:
+    """Abort uploads under ``root`` that a dead process began before ``before_s``.
+
+    Object stores keep, and charge for, the parts of such uploads, and list them nowhere else. Other
+    tiers have none.
+
+    Args:
+        root: the folder.
+        is_ours: tells by the path below it whether an upload may go.
+        before_s: seconds since the epoch.
+
+    Returns:
+        the paths below ``root``.
+    """
+    abort = getattr(root, "abort_uploads", None)
+    return [] if abort is None else list(abort(is_ours, before_s=before_s))
 
 
 def reads_at_once(tier: Tier) -> int:

@@ -5,13 +5,16 @@ import os
 import pickle
 import subprocess
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 import torch
-from servers import KEY, SECRET
+from servers import BUCKET, KEY, SECRET, Break
 from torch.utils.data import DataLoader, Dataset
 
+from dcp_checkfreq.clock import SystemClock
+from dcp_checkfreq.recovery.clean import clean_root
 from dcp_checkfreq.storage.open import open_tier
 
 pytestmark = [
@@ -143,3 +146,46 @@ def test_the_saving_process_of_dcp_writes_to_s3(weed, root):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-3000:]
     assert "both steps are right" in done.stdout
+
+
+def test_uploads_of_a_killed_run_are_aborted_at_the_next_restore(proxy, root, weed, uploads):
+    code = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from dcp_checkfreq import CheckFreqWriter
+options = {"endpoint_url": sys.argv[2]}
+writer = CheckFreqWriter(sys.argv[1] + "/step_1", storage_options=options)
+dcp.save({"w": torch.zeros(25_000_000)}, storage_writer=writer)
+"""
+    environment = os.environ | {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}
+    child = subprocess.Popen(
+        [sys.executable, "-W", "ignore", "-c", code, root, proxy.endpoint], env=environment
+    )
+    third = threading.Event()
+
+    def rule(request):
+        if "partNumber=3&" in request.path:
+            third.set()
+            return Break(delay_s=1.0)
+        return None
+
+    proxy.rule = rule
+    assert third.wait(60)
+    child.kill()
+    child.wait()
+    assert len(uploads(root)) == 1
+    tier = open_tier(root, storage_options=weed.options)
+    now_s = SystemClock().wall_s()
+    assert clean_root(tier, now_s=now_s) == [], "it may still be at work"
+    (removed,) = clean_root(tier, now_s=now_s + 100)
+    assert removed.startswith("step_1/__0_")
+    assert uploads(root) == []
+    assert tier.list() == []
+
+
+def test_uploads_of_others_are_left_alone(root, weed, boto, uploads):
+    key = f"{root}/step_1/their-file".removeprefix(f"s3://{BUCKET}/")
+    made = boto.create_multipart_upload(Bucket=BUCKET, Key=key)
+    tier = open_tier(root, storage_options=weed.options)
+    assert clean_root(tier, now_s=SystemClock().wall_s() + 100) == []
+    assert uploads(root) == [key]
+    boto.abort_multipart_upload(Bucket=BUCKET, Key=key, UploadId=made["UploadId"])
