@@ -23,6 +23,7 @@ RESUME_ARMS = {
     "ours_1e6": ("ours", 10**6), "ours_1e8": ("ours", 10**8), "ours_1e9": ("ours", 10**9),
     "stateful_1e6": ("stateful", 10**6), "stateful_1e7": ("stateful", 10**7),
     "streaming_1e6": ("streaming", 10**6),
+    "dataloader_1e3": ("dataloader", 10**3),  # the time in which workers start
     "dataloader_1e6": ("dataloader", 10**6), "dataloader_1e7": ("dataloader", 10**7),
 }  # fmt: skip
 NEEDS = {"stateful": "torchdata.stateful_dataloader", "streaming": "streaming"}

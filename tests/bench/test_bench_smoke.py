@@ -21,8 +21,15 @@ DATA_ARMS = {
     "decode": {"dataloader", "ours_global", "ours_explicit", "ours_none"},
     "trivial": {"dataloader", "ours_global", "ours_explicit", "ours_none"},
     "dali": {"dali_native", "ours_dali", "ours_dali_reader"},
-    "resume": {"ours_1e6", "ours_1e8", "ours_1e9", "dataloader_1e6", "dataloader_1e7"},
-}
+    "resume": {
+        "ours_1e6",
+        "ours_1e8",
+        "ours_1e9",
+        "dataloader_1e3",
+        "dataloader_1e6",
+        "dataloader_1e7",
+    },
+}  # fmt: skip
 MAY_BE_ZERO = {
     "extra_peak_bytes", "first_extra_peak_bytes", "syscall_read_bytes", "cpu_s",
     "cpu_us_per_sample",
