@@ -187,6 +187,7 @@ class Checkpointer:
                 keep_epochs_of_steps=steps_per_epoch if keep_epochs else None,
             ),
             threads=threads,
+            clock=self._clock,
         )
         self._restorer = Restorer(
             self._root,
@@ -332,7 +333,7 @@ class Checkpointer:
                 the first save does; a difference fails this save, and those after it until one
                 passes, with `ReplicasDiffer`. Small tensors and other values are always compared.
         """
-        self._times.entered()
+        self._times.paused()
         try:
             begun_s = self._clock.monotonic_s()
             self._finish_in_flight()
@@ -340,9 +341,14 @@ class Checkpointer:
                 self._planner.check_tensors_once()
             self._save(begun_s)
             if wait:
+                self._times.waiting()
+                self._saver.wait()
+                self._measured.blocked_s = self._clock.monotonic_s() - begun_s
                 self._finish_in_flight(must_raise=True)
         finally:
-            self._times.left(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
+            self._times.resumed(
+                is_loaded=self._saver.is_running, is_copying=self._saver.is_copying
+            )
 
     def wait_for_snapshot(self) -> None:
         """Return once parameters and optimizer state may change outside of ``optimizer.step``.

@@ -29,16 +29,25 @@ class OwnSteps:
         run_id: of this run.
         rule: what to keep.
         threads: shard files that a rank writes at once.
+        clock: for what copies cost.
     """
 
     def __init__(
-        self, root: Tier, agree: Agreement, run_id: str, rule: Retention, *, threads: int
+        self,
+        root: Tier,
+        agree: Agreement,
+        run_id: str,
+        rule: Retention,
+        *,
+        threads: int,
+        clock: Clock,
     ) -> None:
         self._root = root
         self._agree = agree
         self._run_id = run_id
         self._rule = rule
         self._threads = threads
+        self._clock = clock
         self._lineage: Lineage | None = None  # known once it is clear what this run goes on from
         self._kept: dict[int, str] = {}  # on rank 0: what retention looks after
 
@@ -65,6 +74,7 @@ class OwnSteps:
             threads=self._threads,
             lineage=self._lineage,
             uploads_later=True,
+            clock=self._clock,
             overwrite=self._agree.rank == 0 and self._is_replaceable(step, self._lineage),
         )
 

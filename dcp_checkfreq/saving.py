@@ -269,16 +269,21 @@ class Saver:
         Args:
             step: only if all ranks act on it at this step. None: wait for its end.
         """
-        job, running = self._job, self._running
-        if job is None or running is None:
+        job = self._job
+        if job is None:
             return None
         if step is None:
-            running.result()
+            self.wait()
         ended = job.ended
         if ended is None or (step is not None and step < ended.at):
             return None
         self._job = self._running = None
         return ended
+
+    def wait(self) -> None:
+        """Return once the save in flight has ended; `ended` tells how."""
+        if self._running is not None:
+            self._running.result()
 
     def close(self) -> None:
         """Wait for the save in flight and end the thread. May be called twice."""
@@ -290,6 +295,8 @@ class Saver:
         error: BaseException | None = None
         try:
             work()
+            if self._agree.rank == 0:
+                self._after_publishing(job.step)
         except BaseException as failed:  # noqa: BLE001  every rank hears of it below
             error = failed
             job.measured.failed = True
@@ -298,8 +305,6 @@ class Saver:
         finally:
             if isinstance(job, _Save):
                 job.writer.close()
-        if error is None and self._agree.rank == 0:
-            self._after_publishing(job.step)
         try:
             self._meet(job, error)
         except BaseException as failed:  # noqa: BLE001
@@ -373,7 +378,14 @@ class Saver:
             return
 
         def rule(facts: list[Any]) -> tuple[BaseException | None, Decision | None]:
-            return error, None if job.facts is None else self._decide(job.step, facts)
+            if job.facts is None:
+                return error, None
+            try:
+                return error, self._decide(job.step, facts)
+            except Exception as failed:
+                # Told like a failed save, so that all ranks hear of it at the same step.
+                _log.exception("step %d: when to save next could not be decided", job.step)
+                return error or failed, None
 
         # First wait for the slowest rank, and only then hold the training for a moment.
         heard, decision = self._agree.consult(job.facts and job.facts(), rule)

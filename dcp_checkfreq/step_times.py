@@ -16,6 +16,7 @@ from dcp_checkfreq.policy.seen import Iteration
 _MOST_LAPS = 4096
 
 Mark = Any  # a moment: seconds, or a CUDA event
+Span = tuple[Mark, Mark]
 
 
 def _host_seconds(begun: Mark, ended: Mark) -> float | None:
@@ -43,8 +44,11 @@ class Lap:
     is_copying: bool
     ended: Mark = None  # `after_step` was called. If that waited for the save before:
     waited_until: Mark = None
-    waits: list[tuple[Mark, Mark]] = field(default_factory=list)
-    updates: list[tuple[Mark, Mark]] = field(default_factory=list)
+    # The loop was held up in between, by a save that was asked for; some of it only to wait.
+    pauses: list[Span] = field(default_factory=list)
+    queued: list[Span] = field(default_factory=list)
+    waits: list[Span] = field(default_factory=list)
+    updates: list[Span] = field(default_factory=list)
 
 
 class StepTimes:
@@ -65,6 +69,9 @@ class StepTimes:
         self._laps: deque[Lap] = deque(maxlen=_MOST_LAPS)
         self._entered: Mark = None
         self._accounted: Mark = None
+        self._paused: Mark = None
+        self._waiting: Mark = None
+        self._waits: list[Span] = []  # since the last save
 
     def entered(self) -> None:
         """Say that `after_step` was called: an iteration is done."""
@@ -82,8 +89,29 @@ class StepTimes:
         now = self.mark()
         self._laps.append(Lap(self._accounted or now, now, is_loaded, is_copying))
 
+    def paused(self) -> None:
+        """Say that `save` was called: the iteration is held up until `resumed`."""
+        self._paused = self.mark()
+
+    def waiting(self) -> None:
+        """Say that `save` has begun one, and only waits from now on."""
+        self._waiting = self.mark()
+
+    def resumed(self, *, is_loaded: bool, is_copying: bool) -> None:
+        """Say that `save` returns, see `left`."""
+        now = self.mark()
+        if self._laps:
+            lap = self._laps[-1]
+            lap.pauses.append((self._paused, now))
+            if self._waiting is not None:
+                lap.queued.append((self._waiting, now))
+            lap.is_loaded |= is_loaded
+            lap.is_copying |= is_copying
+        self._paused = self._waiting = None
+
     def waited(self, begun: Mark, ended: Mark) -> None:
         """Take note that an update waited for a snapshot."""
+        self._waits.append((begun, ended))
         if self._laps:
             self._laps[-1].waits.append((begun, ended))
 
@@ -101,6 +129,13 @@ class StepTimes:
         now = self.mark()
         laps = list(self._laps)
         self._laps.clear()
+        self._waits.clear()
+        if self._paused is not None:
+            if laps:  # the iteration that is held up goes on afterwards
+                running = laps.pop()
+                running.queued.append((self._paused, now))
+                self._laps.append(running)
+            return laps
         if laps and laps[-1].ended is self._entered:
             laps[-1].waited_until = now
         self._accounted = now
@@ -108,7 +143,7 @@ class StepTimes:
 
     def waited_s(self) -> float:
         """Return for how long updates have waited for the last snapshot, as far as is known."""
-        return sum(self._sum(lap.waits) for lap in self._laps)
+        return self._sum(self._waits)
 
     def resolve(self, laps: list[Lap]) -> list[Iteration]:
         """Return what iterations took, as far as the GPU is done with them. On any thread."""
@@ -118,23 +153,24 @@ class StepTimes:
                 continue
             seconds = self._seconds(lap.begun, lap.ended)
             held_up = self._seconds(lap.left, lap.begun)
+            if seconds is None or held_up is None:
+                continue
+            pauses = self._sum(lap.pauses)
             queued = 0.0
             if lap.waited_until is not None:
                 queued = self._seconds(lap.ended, lap.waited_until) or 0.0
-            if seconds is None or held_up is None:
-                continue
             made.append(
                 Iteration(
-                    seconds=seconds,
-                    blocked_s=held_up + queued,
+                    seconds=seconds - pauses,
+                    blocked_s=held_up + pauses + queued,
                     waited_s=self._sum(lap.waits),
                     update_s=self._sum(lap.updates),
                     loaded=lap.is_loaded,
                     copying=lap.is_copying,
-                    queued_s=queued,
+                    queued_s=queued + self._sum(lap.queued),
                 )
             )
         return made
 
-    def _sum(self, spans: list[tuple[Mark, Mark]]) -> float:
+    def _sum(self, spans: list[Span]) -> float:
         return sum(self._seconds(begun, ended) or 0.0 for begun, ended in spans)

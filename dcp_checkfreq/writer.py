@@ -23,6 +23,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from dcp_checkfreq import version
+from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.errors import (
     CheckpointExists,
     PublishUnknown,
@@ -89,6 +90,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         lineage: the run that saves; `Checkpointer` fills it in.
         uploads_later: `finish` commits on the local disks only; whoever drives this writer calls
             `start_upload`, `publish_uploaded` and `settle`. `Checkpointer` does.
+        clock: by which copies are timed.
 
     Not thread-safe: one save at a time.
     """
@@ -106,6 +108,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         storage_options: Mapping[str, Any] | None = None,
         lineage: index.Lineage | None = None,
         uploads_later: bool = False,
+        clock: Clock | None = None,
     ) -> None:
         super().__init__()
         if threads < 1:
@@ -119,7 +122,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._overlap = tuple(overlap)
         self._lineage = lineage
         self._uploads_later = uploads_later
-        self._stager = Stager()
+        self._stager = Stager(clock=clock)
         self._turn = Turn()
         self._begin()
 
