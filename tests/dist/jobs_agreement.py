@@ -422,6 +422,33 @@ def errors_reach_all_ranks_at_one_step(shared):
     return {"raised": raised, "struck": tier.struck}
 
 
+class _NoProfiles(ForwardingTier):
+    """A storage with a bug: it cannot keep what a run has learned, and says so in its own way."""
+
+    def around(self, verb, name, call):
+        if verb == "replace" and name.startswith("profile"):
+            raise ZeroDivisionError("this storage has a bug")
+        return call()
+
+
+@job
+def a_failed_decision_at_one_step(shared):
+    """Rank 0 cannot decide; ranks run at different speeds. Steps of errors."""
+    chance = random.Random(dist.get_rank())
+    tier = _NoProfiles(LocalTier(shared / "undecided"))
+    raised = []
+    ckpt = Checkpointer(tier, {"x": torch.ones(5)}, steps_per_epoch=500, on_error="raise")
+    for _ in range(60):
+        time.sleep(chance.choice([0.0, 0.001, 0.004]))
+        try:
+            ckpt.after_step()
+        except ZeroDivisionError as error:
+            raised.append([ckpt.step, str(error)])
+    with contextlib.suppress(ZeroDivisionError):
+        ckpt.close()
+    return raised
+
+
 @job
 def too_many_failures_at_one_step(shared):
     rank = dist.get_rank()

@@ -20,6 +20,7 @@ ON_FOUR = [
     "a_piece_that_was_not_copied",
     "sharded_weights_change_outside_of_a_step",
     "errors_reach_all_ranks_at_one_step",
+    "a_failed_decision_at_one_step",
     "too_many_failures_at_one_step",
     "ranks_agree_beside_collectives",
     "ranks_agree_without_collectives",
@@ -163,6 +164,14 @@ def test_errors_of_any_rank_are_raised_on_all_at_the_same_steps(four):
         assert answer["raised"] == answers[0]["raised"]
         assert {kind for _, kind in answer["raised"]} == {"WriteFailed"}
     assert len(answers[0]["raised"]) >= 8
+
+
+def test_a_decision_that_fails_is_raised_on_all_ranks_at_the_same_step(four):
+    answers = values(four["a_failed_decision_at_one_step"])
+    assert answers[0]
+    for raised in answers:
+        assert raised == answers[0]
+        assert {text for _, text in raised} == {"this storage has a bug"}
 
 
 def test_too_many_failures_end_all_ranks_at_the_same_step(four):
