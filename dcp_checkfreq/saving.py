@@ -312,14 +312,15 @@ class Saver:
 
     def _write_and_publish(self, job: _Save) -> None:
         planner, measured = job.planner, job.measured
-        if self._agree.rank == 0:
-            self._before_writing()
         if job.snapshot is not None:
             try:
+                # Before anything else: this thread's Python would be in the way of the loop's.
                 job.snapshot.wait()
                 measured.copy_s = job.snapshot.copy_s
             except SnapshotFailed as error:
                 planner = FailingSavePlanner(error)
+        if self._agree.rank == 0:
+            self._before_writing()
         begun_s = self._clock.monotonic_s()
         try:
             dcp_save(
