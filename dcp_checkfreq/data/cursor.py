@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
 from dcp_checkfreq.data.position import (
@@ -138,6 +138,58 @@ class Cursor:
         self.position = accepted.position
         self.valid = 0
         self.generation += 1
+
+
+class HandOut:
+    """The iterator of a loader: hands out the rest of the epoch, counts each batch in that moment.
+
+    Args:
+        cursor: moved as batches are handed out. Iterators made before become stale.
+        take: gets the next batch; it is of this share.
+        failed: called if that raises.
+    """
+
+    def __init__(
+        self, cursor: Cursor, take: Callable[[Share], Any], failed: Callable[[], None]
+    ) -> None:
+        self._cursor = cursor
+        self._generation = cursor.begin()
+        self._plan = cursor.plan()
+        self._epoch = cursor.position.epoch
+        self._take = take
+        self._failed = failed
+        self._is_done = False
+
+    def __iter__(self) -> HandOut:
+        return self
+
+    def __next__(self) -> Any:
+        if self._is_done:
+            raise StopIteration
+        self._cursor.check(self._generation)
+        planned = next(self._plan, None)
+        if planned is None:
+            self._is_done = True
+            self._take = _nothing  # may hold workers
+            self._cursor.end_epoch(self._epoch)
+            raise StopIteration
+        step, share = planned
+        try:
+            batch = self._take(share)
+        except BaseException as error:
+            # The batches that follow would no longer be those that are counted.
+            self._cursor.begin()
+            self._take = _nothing
+            self._failed()
+            if isinstance(error, StopIteration):  # would end the epoch without a word
+                raise RuntimeError("the data set or a transform raised StopIteration") from error
+            raise
+        self._cursor.handed_out(step, share)
+        return batch
+
+
+def _nothing(share: Share) -> Any:
+    raise AssertionError("asked for a batch after the end")
 
 
 def _plan(deal: Deal, rank: int, at: Position) -> Iterator[tuple[Step, Share]]:

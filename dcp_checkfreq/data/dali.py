@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcp_checkfreq.data.cursor import Cursor
+from dcp_checkfreq.data.cursor import Cursor, HandOut
 from dcp_checkfreq.data.dali_plugin import import_plugin
 from dcp_checkfreq.data.dali_rng import DALIState, add_dali, dali_of
 from dcp_checkfreq.data.dali_source import LABEL_TYPES, DALISource, names_id
@@ -141,25 +141,22 @@ class ResumableDALILoader:
             ValueError: the pipeline reads files by itself, in an order of its own.
         """
         self._place.check(_WHAT)
-        generation = self._cursor.begin()
         if self._feed is None:
             feed = self._new_feed(self._checkpoint)
             feed.begin(self._cursor.position)
             self._feed = feed
-        return _Iterator(self._cursor, generation, self._take)
+        return HandOut(self._cursor, self._take, self._drop_feed)
 
     def _take(self, share: Share) -> dict[str, Any]:
         assert self._feed is not None  # only `load_state_dict` and failures drop it: stale then
-        try:
-            batch = self._feed.next(len(share))
-            checkpoint = self._feed.checkpoint() if self._dali_rng else None
-        except BaseException:
-            # The batches that follow would no longer be those that are counted.
-            self._cursor.begin()
-            self._feed = None
-            raise
-        self._checkpoint = checkpoint
+        batch = self._feed.next(len(share))
+        if self._dali_rng:
+            self._checkpoint = self._feed.checkpoint()
         return batch
+
+    def _drop_feed(self) -> None:
+        """Begin with a new pipeline next time: this one may be a batch ahead."""
+        self._feed = None
 
     def _new_feed(self, checkpoint: bytes | None) -> _Feed:
         deal = self._cursor.deal
@@ -211,37 +208,6 @@ class ResumableDALILoader:
         self._checkpoint, self._feed = checkpoint, feed
         if feed is not None:
             feed.begin(self._cursor.position)
-
-
-class _Iterator:
-    """Hands out batches and counts them in that moment."""
-
-    def __init__(
-        self, cursor: Cursor, generation: int, take: Callable[[Share], dict[str, Any]]
-    ) -> None:
-        self._cursor = cursor
-        self._generation = generation
-        self._take = take
-        self._plan = cursor.plan()
-        self._epoch = cursor.position.epoch
-        self._is_done = False
-
-    def __iter__(self) -> _Iterator:
-        return self
-
-    def __next__(self) -> dict[str, Any]:
-        if self._is_done:
-            raise StopIteration
-        self._cursor.check(self._generation)
-        planned = next(self._plan, None)
-        if planned is None:
-            self._is_done = True
-            self._cursor.end_epoch(self._epoch)
-            raise StopIteration
-        step, share = planned
-        batch = self._take(share)
-        self._cursor.handed_out(step, share)
-        return batch
 
 
 class _Feed:

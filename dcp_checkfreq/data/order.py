@@ -24,6 +24,7 @@ MAX_LENGTH = 1 << 62
 
 # First parts of `derive`, so that no two uses of one seed ever share a stream.
 ORDER_STREAM, SAMPLE_STREAM, RANK_STREAM, COLLATE_STREAM, WORKER_STREAM = range(1, 6)
+PIECE_STREAM, ITEM_STREAM = 16, 17  # of data in pieces
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15

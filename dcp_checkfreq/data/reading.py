@@ -10,21 +10,20 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Protocol
 
-import torch
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import Dataset
 
 from dcp_checkfreq.data.augment import SampleSeeds
 from dcp_checkfreq.data.cursor import Cursor
-from dcp_checkfreq.data.order import WORKER_STREAM, derive
 from dcp_checkfreq.data.position import Deal, Last, OnMismatch, Share, Step
 from dcp_checkfreq.data.ranks import resolve
+from dcp_checkfreq.data.torch_loader import TorchLoader
 
 _log = logging.getLogger(__name__)
 
@@ -132,7 +131,7 @@ class Maker(Dataset[Any]):
             yield row if self._transform is None else self._transform(row)
 
 
-class ReadingLoader:
+class ReadingLoader(TorchLoader):
     """A loader whose batches are read in one thread and made in workers. See its subclasses."""
 
     def __init__(
@@ -163,17 +162,16 @@ class ReadingLoader:
         if batches_ahead < 0:
             raise ValueError(f"batches_ahead must not be negative, got {batches_ahead}")
         self.batch_size = batch_size
-        self.num_workers = num_workers
-        self._place = resolve(rank, world_size)
-        if lanes % self._place.world_size and self._place.rank == 0:
+        place = resolve(rank, world_size)
+        if lanes % place.world_size and place.rank == 0:
             _log.warning(
                 "%s: %d lanes do not divide among %d ranks, so every rank reads pieces of all "
                 "lanes. It stays exact, and reads up to %d times as much",
-                *(what, lanes, self._place.world_size, self._place.world_size),
+                *(what, lanes, place.world_size, place.world_size),
             )
-        self._cursor = Cursor(
-            Deal(length, batch_size, self._place.world_size, last),
-            self._place.rank,
+        cursor = Cursor(
+            Deal(length, batch_size, place.world_size, last),
+            place.rank,
             seed=seed,
             order=order,
             dataset_id=dataset_id,
@@ -181,124 +179,13 @@ class ReadingLoader:
             on_mismatch=on_mismatch,
         )
         self._counts = Counts()
-        self._maker = maker
-        # Nothing in here may refer back to this loader: left to the collector of cycles, workers
-        # would be joined in whatever thread it happens to run in, which may be one of theirs.
-        self._feed = _Feed(self._cursor, partial(new_reader, self._counts), batches_ahead)
-        self._options = {**options, "persistent_workers": num_workers > 0}
-        self._generator = torch.Generator()
-        self._loader: DataLoader[Any] | None = None
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next batch: with the last batch of an epoch it is already the next one."""
-        return self._cursor.position.epoch
-
-    @property
-    def samples(self) -> int:
-        """Samples of this epoch that all ranks together were handed."""
-        return self._cursor.position.samples
-
-    @property
-    def valid(self) -> int:
-        """Real samples, from the front, of this rank's last batch; the rest are repeats."""
-        return self._cursor.valid
+        self._feed = _Feed(cursor, partial(new_reader, self._counts), batches_ahead)
+        super().__init__(cursor, place, maker, self._feed, num_workers, options)
 
     @property
     def read_stats(self) -> ReadStats:
         """What this rank has read, and how much of it was used."""
         return self._counts.so_far()
-
-    def __len__(self) -> int:
-        """Return how many batches are left of this epoch."""
-        return self._cursor.steps_left()
-
-    def __iter__(self) -> Iterator[Any]:
-        """Return an iterator over the rest of the epoch; those made before become stale."""
-        self._place.check(type(self).__name__)
-        generation = self._cursor.begin()
-        at, place = self._cursor.position, self._place
-        self._generator.manual_seed(
-            derive(WORKER_STREAM, self._cursor.seed, at.epoch, at.samples, place.rank) >> 1
-        )
-        if self._loader is None:
-            self._loader = DataLoader(
-                self._maker,
-                batch_size=None,  # an item of ours is a batch
-                sampler=self._feed,
-                collate_fn=_as_it_is,
-                num_workers=self.num_workers,
-                # Without it DataLoader draws from the training's random state at each epoch.
-                generator=self._generator,
-                **self._options,
-            )
-        return _Iterator(self._cursor, generation, iter(self._loader), self._drop_loader)
-
-    def _drop_loader(self) -> None:
-        """Begin with new workers next time: the old ones may be dead, or a batch ahead."""
-        self._loader = None
-
-    def state_dict(self) -> dict[str, str]:
-        """Return the position after the last batch handed out, as JSON; the same on all ranks."""
-        return self._cursor.state_dict()
-
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, on_mismatch: OnMismatch | None = None
-    ) -> None:
-        """Go on from a saved position; iterators made before become stale.
-
-        Args:
-            state: of `state_dict`, from any number of ranks, any batch size and workers.
-            on_mismatch: "error" refuses other data in the middle of an epoch, "restart_epoch"
-                starts the epoch anew with a warning; default: as told at construction.
-
-        Raises:
-            DataStateError: it does not fit. The loader is as it was.
-        """
-        self._cursor.load_state_dict(state, on_mismatch=on_mismatch)
-
-
-class _Iterator:
-    """Hands out batches and counts them in that moment."""
-
-    def __init__(
-        self,
-        cursor: Cursor,
-        generation: int,
-        batches: Iterator[Any],
-        on_failure: Callable[[], None],
-    ) -> None:
-        self._cursor = cursor
-        self._generation = generation
-        self._batches: Iterator[Any] | None = batches
-        self._plan = cursor.plan()
-        self._epoch = cursor.position.epoch
-        self._on_failure = on_failure
-
-    def __iter__(self) -> _Iterator:
-        return self
-
-    def __next__(self) -> Any:
-        if self._batches is None:
-            raise StopIteration
-        self._cursor.check(self._generation)
-        planned = next(self._plan, None)
-        if planned is None:
-            self._batches = None
-            self._cursor.end_epoch(self._epoch)
-            raise StopIteration
-        try:
-            batch = next(self._batches)
-        except BaseException as error:
-            # The batches that follow would no longer be those that are counted.
-            self._cursor.begin()
-            self._batches = iter(())
-            self._on_failure()
-            if isinstance(error, StopIteration):  # would end the epoch without a word
-                raise RuntimeError("a transform raised StopIteration") from error
-            raise
-        self._cursor.handed_out(*planned)
-        return batch
 
 
 class _Feed:
@@ -337,7 +224,3 @@ def _read_ahead(
         finally:
             for batch in waiting:
                 batch.cancel()
-
-
-def _as_it_is(batch: Any) -> Any:
-    return batch

@@ -3,7 +3,9 @@
 import gc
 import json
 import multiprocessing
+import os
 import random
+import signal
 import threading
 from collections import Counter
 
@@ -450,6 +452,23 @@ def test_a_transform_that_fails_raises_and_the_epoch_can_be_gone_on_with(source,
         next(live)
     flag.touch()
     assert once(found + flat(loader))
+
+
+def test_a_worker_that_dies_between_epochs_is_replaced(source):
+    loader = ResumableParquetLoader(
+        source, 10, transform=lambda row: os.getpid(), collate_fn=list, num_workers=2
+    )
+    pids = set(flat(loader))
+    os.kill(pids.pop(), signal.SIGKILL)
+    found = []
+    for _ in range(3):
+        try:
+            found = flat(loader)
+            break
+        except (RuntimeError, ConnectionResetError):
+            assert (loader.epoch, loader.samples) == (1, 0)
+    assert len(found) == ROWS
+    assert pids.isdisjoint(found)
 
 
 def test_an_iterator_from_before_a_load_is_stale(source):
