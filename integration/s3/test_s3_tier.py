@@ -4,6 +4,8 @@ import pytest
 from servers import BUCKET
 
 from dcp_checkfreq.storage.remote import RemoteTier
+from dcp_checkfreq.storage.remote_files import FsspecFiles
+from dcp_checkfreq.storage.remote_options import Options
 from dcp_checkfreq.testing import TierSuite
 
 pytestmark = pytest.mark.slow
@@ -41,6 +43,22 @@ class _OnS3(TierSuite):
 class TestWithObstore(_OnS3):
     def test_obstore_is_what_moves_the_bytes(self, tmp_path):
         assert self.make_tier(tmp_path)._files._mover() is not None
+
+
+class TestAsAnyOtherFileSystem(_OnS3):
+    """The way of ``gs://``, ``az://`` and the rest: fsspec's calls only, with s3fs behind them."""
+
+    def make_tier(self, tmp_path):
+        tier = RemoteTier(f"{self.url}/root")
+        tier._files = FsspecFiles("s3", Options(self.options))
+        return tier
+
+    def test_remove_takes_only_an_empty_folder(self, tmp_path):
+        """Not the empty folder: SeaweedFS lists one, and s3fs can remove nothing but buckets."""
+        below = self.made(tmp_path).child("below")
+        below.create("f", b"x", scratch="s")
+        below.remove()
+        assert below.read("f") == b"x"
 
 
 class TestWithS3fsAlone(_OnS3):
