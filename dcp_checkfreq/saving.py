@@ -51,6 +51,7 @@ class Measured:
     failed: bool = False
     copied_bytes: int = 0
     state_bytes: int = 0
+    call_s: float = 0.0  # before copying begins: looking at the state, agreeing with other ranks
     copy_s: float = 0.0  # Tc or Tg
     persist_s: float = 0.0  # Ts: copied until published
     gpu_copy_s: float | None = None  # Tg, where it was tried
@@ -179,7 +180,9 @@ class Saver:
             CheckFreqError: nothing was begun, on any rank.
         """
         assert self._job is None
+        begun_s = self._clock.monotonic_s()
         state, survey, only = self._agreed_state(step, capture)
+        measured.call_s = self._clock.monotonic_s() - begun_s
         guarded = (
             self._guard.addresses() if profile or measured.mode is not Mode.BLOCKING else set()
         )
