@@ -54,8 +54,8 @@ def find_latest_valid(
     With ``staging_dir``, as the job has it, saves count as well whose upload was interrupted, if
     every rank has all of their files on its node; `Found.path` is then the local folder.
 
-    ``root`` may be an fsspec URL; ``storage_options`` are for its file system, and for the reader
-    that is then given what is returned here.
+    ``root`` may be an fsspec URL; ``storage_options`` are for its file system. What is returned
+    does not hold them: give them to the reader too.
 
     With `torch.distributed` initialised this is a collective: rank 0 looks, all ranks return its
     answer or raise its error. Pass ``no_dist=True`` to look from this process alone.
