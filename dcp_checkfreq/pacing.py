@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from dcp_checkfreq.agreement import Agreement
@@ -27,6 +27,7 @@ class Facts:
 
     seen: SaveSeen
     costs: Costs | None
+    profile_steps: int  # iterations that ``costs`` were measured from
 
 
 class Pacer(Protocol):
@@ -129,11 +130,15 @@ class TunedPacer:
         self._tuning: Tuning | None = None  # on rank 0 it changes with every save
         self._decision: Decision | None = None
         if stored is not None:
-            same_budget = stored.max_overhead == max_overhead
-            self._tuning = self._start(stored.costs, stored.interval_steps if same_budget else None)
+            self._tuning = self._start(stored.costs, stored.interval_under(max_overhead, mtbf_s))
             self._decision = tuner.opening(self._tuning)
 
-    def _start(self, costs: Costs, first_interval_steps: int | None = None) -> Tuning:
+    def _start(
+        self,
+        costs: Costs,
+        first_interval_steps: int | None = None,
+        base_steps: int = tuner.USUAL_BASE_STEPS,
+    ) -> Tuning:
         mode = self._fixed_mode
         if mode is Mode.GPU and costs.snapshot_gpu_s is None:
             _log.warning("snapshots do not fit into GPU memory: they go to the host")
@@ -144,6 +149,7 @@ class TunedPacer:
             mtbf_s=self._mtbf_s,
             mode=mode,
             first_interval_steps=first_interval_steps,
+            base_steps=base_steps,
         )
 
     @property
@@ -180,10 +186,12 @@ class TunedPacer:
         """Count from here."""
         self._since = 0
         self._waits_for_decision = self._decision is None
+        if self._decision is not None:  # a gap is for one interval
+            self._decision = replace(self._decision, gap_steps=0)
 
     def decide(self, step: int, ranks: Sequence[Facts]) -> Decision | None:
         """Let the tuner see the save."""
-        before = self._decision
+        before, known = self._decision, self._tuning
         if self._tuning is not None:
             seen = worst_seen([rank.seen for rank in ranks])
             self._tuning, decision = tuner.observe(self._tuning, seen)
@@ -191,14 +199,15 @@ class TunedPacer:
             measured = [rank.costs for rank in ranks if rank.costs is not None]
             if len(measured) < len(ranks):
                 return None  # the save failed, so it said nothing
-            self._tuning = self._start(worst(measured))
+            steps = min(rank.profile_steps for rank in ranks)
+            self._tuning = self._start(worst(measured), base_steps=steps)
             decision = tuner.opening(self._tuning)
         changed = before is None or (before.interval_steps, before.mode) != (
             decision.interval_steps,
             decision.mode,
         )
         _log.log(logging.INFO if changed else logging.DEBUG, "step %d: %s", step, _told(decision))
-        if changed:
+        if changed or (known is not None and known.warming and not self._tuning.warming):
             self._keep(self._tuning)
         return decision
 
@@ -210,6 +219,8 @@ class TunedPacer:
                 mode=tuning.mode,
                 interval_steps=tuning.interval_steps,
                 max_overhead=self._max_overhead,
+                mtbf_s=self._mtbf_s,
+                confirmed=not tuning.warming,
             )
         )
 
@@ -294,11 +305,12 @@ def facts_of(
         persist_s=measured.persist_s,
         copied_bytes=measured.copied_bytes,
         state_bytes=measured.state_bytes,
+        call_s=measured.call_s,
         is_first=is_first,
         failed=measured.failed,
     )
     if measured.failed:
-        return Facts(seen, None)
+        return Facts(seen, None, interval.steps)
     # Later saves copy less, where other ranks hold the same.
     share = measured.written_bytes / max(measured.copied_bytes, 1)
     used_bytes, total_bytes = gpu_bytes
@@ -311,5 +323,7 @@ def facts_of(
         state_bytes=measured.written_bytes,
         gpu_used_bytes=used_bytes,
         gpu_total_bytes=total_bytes,
+        # A GPU has work queued while the host does this, so it need not hold up the training.
+        call_s=0.0 if total_bytes else measured.call_s,
     )
-    return Facts(seen, costs)
+    return Facts(seen, costs, interval.steps)

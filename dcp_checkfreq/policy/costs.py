@@ -83,6 +83,7 @@ class Costs:
         state_bytes: what this rank copies (m).
         gpu_used_bytes: GPU memory in use without a snapshot in it (M).
         gpu_total_bytes: GPU memory there is (Mmax); 0 without a GPU.
+        call_s: what starting a save takes apart from copying. The loop stands still for it.
     """
 
     iteration_s: float
@@ -93,6 +94,7 @@ class Costs:
     state_bytes: int
     gpu_used_bytes: int
     gpu_total_bytes: int
+    call_s: float = 0.0
 
     @property
     def gpu_free_bytes(self) -> int:
@@ -105,7 +107,8 @@ def worst(ranks: Sequence[Costs]) -> Costs:
 
     Every field is the worst one over the ranks by itself; for ``iteration_s`` that is the
     *shortest*, as a save has the least time to hide behind it. GPU memory is that of the rank with
-    the least of it free. If one rank could not measure ``snapshot_gpu_s``, none did.
+    the least of it free. If one rank could not measure ``snapshot_gpu_s``, none did. ``call_s`` is
+    the least: ranks start a save together, and what others had more is waiting for the last one.
 
     Raises:
         ValueError: there is no rank.
@@ -123,4 +126,5 @@ def worst(ranks: Sequence[Costs]) -> Costs:
         state_bytes=max(costs.state_bytes for costs in ranks),
         gpu_used_bytes=fullest.gpu_used_bytes,
         gpu_total_bytes=fullest.gpu_total_bytes,
+        call_s=min(costs.call_s for costs in ranks),
     )

@@ -35,14 +35,16 @@ def stall_s(costs: Costs, mode: Mode) -> float:
     An overlapped copy has until the next weight update: ``max(0, Tc - (Ti - Tw))``. The paper
     counts all of Tg for a copy on the GPU, because it makes that copy before the next iteration
     starts. Ours runs on a stream of its own under the same guard as the copy to the host, so the
-    same formula holds with Tg.
+    same formula holds with Tg. In every mode the start of a save (``call_s``) comes on top.
 
     Raises:
         ValueError: mode GPU without a measured ``snapshot_gpu_s``.
     """
     if mode is Mode.BLOCKING:
-        return _duration(costs.snapshot_cpu_s)
-    return max(0.0, _copy_s(costs, mode) - _time_to_update(costs))
+        waits_s = _duration(costs.snapshot_cpu_s)
+    else:
+        waits_s = max(0.0, _copy_s(costs, mode) - _time_to_update(costs))
+    return _duration(costs.call_s) + waits_s
 
 
 def choose_mode(costs: Costs, headroom: float = 0.1) -> Mode:
@@ -93,17 +95,20 @@ def shortest_interval_steps(costs: Costs, mode: Mode, max_overhead: float) -> in
     It is the smallest interval that keeps two promises: a save is published before the next one
     starts, and the loop stands still for at most the share p (0.035 means 3.5 %). In mode GPU the
     state is copied twice, first within the GPU and then to the host, so it is Tg + Tc there in
-    place of Tc. In 1 to `MAX_INTERVAL_STEPS` whatever was measured, see `steps_for`.
+    place of Tc. The start of a save (``call_s``) is part of To; the copy begins after it, so in the
+    first term To is what stands still for the copy. In 1 to `MAX_INTERVAL_STEPS` whatever was
+    measured, see `steps_for`.
 
     Raises:
         ValueError: ``max_overhead`` is outside (0, 1], or mode GPU without ``snapshot_gpu_s``.
     """
     stall = stall_s(costs, mode)
-    return steps_for(finish_s(costs, mode) - stall, stall, costs.iteration_s, max_overhead)
+    left = finish_s(costs, mode) + _duration(costs.call_s) - stall
+    return steps_for(left, stall, costs.iteration_s, max_overhead)
 
 
 def finish_s(costs: Costs, mode: Mode) -> float:
-    """Return how long a save takes from its start until it is published, in seconds.
+    """Return how long a save takes from the start of its copy until it is published, in seconds.
 
     Raises:
         ValueError: mode GPU without a measured ``snapshot_gpu_s``.
@@ -160,7 +165,8 @@ class Forecast:
 
     Attributes:
         lost_work_s: expected work lost by one failure: half an interval, and the save in flight.
-        recovery_bound_s: at most this much is computed again after a failure, ``2 k Ti``.
+        recovery_bound_s: at most this much is computed again after a failure: one interval, and
+            the save in flight after it. ``2 k Ti``, or more if a gap does not fit into that.
         overhead: share of training time spent on saves, ``To / (k Ti)``.
         goodput: expected share of wall time that is training and not done twice, without the
             time to detect a failure and to restart; None if the failure rate is not known.
@@ -173,7 +179,14 @@ class Forecast:
 
 
 def forecast(
-    k: int, *, iteration_s: float, cost_s: float, save_s: float, mtbf_s: float | None = None
+    k: int,
+    *,
+    iteration_s: float,
+    cost_s: float,
+    save_s: float,
+    longest_save_s: float | None = None,
+    gap_steps: int = 0,
+    mtbf_s: float | None = None,
 ) -> Forecast:
     """Return what to expect of a save every ``k`` iterations; to first order in the failure rate.
 
@@ -183,6 +196,8 @@ def forecast(
         cost_s: what a save costs the loop (To).
         save_s: from the start of a save until it is published; counts up to one interval, as
             the next save waits for it.
+        longest_save_s: of the last ones the longest; default: ``save_s``.
+        gap_steps: iterations that one interval is longer.
         mtbf_s: mean time between failures of the job; None if not known.
 
     Raises:
@@ -190,7 +205,11 @@ def forecast(
     """
     if k < 1:
         raise ValueError(f"an interval has at least one iteration, got {k}")
-    interval_s = k * _iteration(iteration_s)
+    one = _iteration(iteration_s)
+    interval_s = k * one
+    longest_s = _duration(save_s if longest_save_s is None else longest_save_s)
+    # The next save waits for the one in flight, so that is beside no more than k iterations.
+    most_steps = k + max(0, gap_steps) + min(k, _ceil(longest_s / one))
     lost_s = interval_s / 2 + min(_duration(save_s), interval_s)
     overhead = _duration(cost_s) / interval_s
     goodput = None
@@ -199,7 +218,7 @@ def forecast(
         goodput = max(0.0, 1 - lost_s / mtbf_s) / (1 + overhead)
     return Forecast(
         lost_work_s=lost_s,
-        recovery_bound_s=2 * interval_s,
+        recovery_bound_s=max(2 * k, most_steps) * one,
         overhead=overhead,
         goodput=goodput,
     )

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dcp_checkfreq.policy.baseline import Baseline, baseline_error_s
-from dcp_checkfreq.policy.costs import MEDIAN_ERROR
+from dcp_checkfreq.policy.costs import MEDIAN_ERROR, Costs
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.seen import SaveSeen, slow_down_s
 
@@ -88,12 +88,41 @@ def judge(baseline: Baseline, seen: SaveSeen) -> Judged:
         error_s=scale * error_s,
         beside_steps=scale * beside,
         stall_s=interval.stall_s,
-        left_s=max(0.0, finish_s - interval.stall_s),
+        # the copy begins after the call, in which the loop stands still already
+        left_s=max(0.0, finish_s + max(0.0, seen.call_s) - interval.stall_s),
         finish_s=finish_s,
         persist_s=max(0.0, seen.persist_s),
         overlap_s=overlap_s,
         fresh=interval.unloaded.steps > 0,
     )
+
+
+def warmer(costs: Costs, seen: SaveSeen) -> Costs:
+    """Return the costs of a profile whose buffers were cold, with what this save did faster.
+
+    What it did slower is left out: that may be chance, and a profile is there already.
+    """
+    cpu_s, gpu_s, persist_s = costs.snapshot_cpu_s, costs.snapshot_gpu_s, max(0.0, seen.persist_s)
+    if seen.mode is Mode.GPU:
+        gpu_s = None if gpu_s is None else _less(gpu_s, seen.copy_s)
+        # the copy to the host, which is not measured by itself, is part of what was seen
+        left_s = _less(cpu_s + costs.persist_s, persist_s)
+        cpu_s = min(cpu_s, left_s)
+        persist_s = left_s - cpu_s
+    else:
+        cpu_s = _less(cpu_s, seen.copy_s)
+        persist_s = _less(costs.persist_s, persist_s)
+    return replace(
+        costs,
+        snapshot_cpu_s=cpu_s,
+        snapshot_gpu_s=gpu_s,
+        persist_s=persist_s,
+        call_s=_less(costs.call_s, seen.call_s),
+    )
+
+
+def _less(before_s: float, seen_s: float) -> float:
+    return seen_s if 0 <= seen_s < before_s else before_s
 
 
 def second(values: Sequence[float]) -> float:

@@ -9,9 +9,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 
 from dcp_checkfreq.policy.costs import Costs
-from dcp_checkfreq.policy.interval import MAX_INTERVAL_STEPS, Mode
+from dcp_checkfreq.policy.interval import MAX_INTERVAL_STEPS, Mode, check_mtbf
 
-FORMAT_VERSION = 1
+FORMAT_VERSION = 2  # 2: call_s, mtbf_s, confirmed
 LONGEST_TEXT = 64 * 1024  # a longer one is not ours
 
 _BYTES = ("state_bytes", "gpu_used_bytes", "gpu_total_bytes")
@@ -27,7 +27,9 @@ class StoredProfile:
         costs: of the worst rank, as last seen. ``iteration_s`` is the baseline.
         mode: how snapshots were copied.
         interval_steps: k then.
-        max_overhead: p then. Under another p the interval is to be taken from the costs.
+        max_overhead: p then.
+        mtbf_s: mean time between failures then, or None.
+        confirmed: k has stood up to later saves; else it is from the first save alone.
     """
 
     fingerprint: str
@@ -35,6 +37,16 @@ class StoredProfile:
     mode: Mode
     interval_steps: int
     max_overhead: float
+    mtbf_s: float | None
+    confirmed: bool
+
+    def interval_under(self, max_overhead: float, mtbf_s: float | None) -> int | None:
+        """Return k for this p and failure rate; None if it is to be taken from the costs.
+
+        So it is if k was found under others, or is not confirmed.
+        """
+        same = (self.max_overhead, self.mtbf_s) == (max_overhead, mtbf_s)
+        return self.interval_steps if same and self.confirmed else None
 
 
 def fingerprint(parts: Mapping[str, object] | Sequence[object]) -> str:
@@ -111,9 +123,15 @@ def _profile_of(body: Mapping[str, object]) -> StoredProfile:
     max_overhead = _seconds(body, "max_overhead")
     if not 0 < max_overhead <= 1:
         raise ValueError(f"profile: max_overhead {max_overhead} is outside (0, 1]")
+    mtbf_s = None if body["mtbf_s"] is None else _seconds(body, "mtbf_s")
+    if mtbf_s is not None:
+        check_mtbf(mtbf_s)
     k = _whole(body, "interval_steps")
     if not 1 <= k <= MAX_INTERVAL_STEPS:
         raise ValueError(f"profile: interval_steps {k} is outside [1, {MAX_INTERVAL_STEPS}]")
+    confirmed = body["confirmed"]
+    if not isinstance(confirmed, bool):
+        raise ValueError(f"profile: confirmed is {confirmed!r}, not true or false")
     mode = Mode(body["mode"])
     on_gpu = costs["snapshot_gpu_s"]
     if mode is Mode.GPU and on_gpu is None:
@@ -126,11 +144,14 @@ def _profile_of(body: Mapping[str, object]) -> StoredProfile:
             snapshot_gpu_s=None if on_gpu is None else _seconds(costs, "snapshot_gpu_s"),
             snapshot_cpu_s=_seconds(costs, "snapshot_cpu_s"),
             persist_s=_seconds(costs, "persist_s"),
+            call_s=_seconds(costs, "call_s"),
             **{name: _whole(costs, name) for name in _BYTES},
         ),
         mode=mode,
         interval_steps=k,
         max_overhead=max_overhead,
+        mtbf_s=mtbf_s,
+        confirmed=confirmed,
     )
 
 

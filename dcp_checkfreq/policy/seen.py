@@ -121,6 +121,7 @@ class SaveSeen:
         persist_s: copy taken until published (Ts).
         copied_bytes: what the copy moved on this rank.
         state_bytes: size of the state that this rank holds.
+        call_s: what starting it took, apart from copying.
         is_first: the first save of the process, with cold buffers: it is no measure of later ones.
         failed: it was not published, so ``persist_s`` says little.
     """
@@ -131,6 +132,7 @@ class SaveSeen:
     persist_s: float
     copied_bytes: int
     state_bytes: int
+    call_s: float = 0.0
     is_first: bool = False
     failed: bool = False
 
@@ -175,7 +177,8 @@ def cost_per_save_s(seen: IntervalSeen, base_s: float) -> float:
 def worst_seen(ranks: Sequence[SaveSeen]) -> SaveSeen:
     """Return what the job saw of a save that all ``ranks`` took part in.
 
-    Copy, persist and bytes are the greatest of all ranks. The interval is that of one rank, taken
+    Copy, persist and bytes are the greatest of all ranks, the start of the save is that of the rank
+    which waited least for the others. The interval is that of one rank, taken
     whole, because what one rank waits for shows on the others as slow iterations and must not
     count twice: the rank for which the interval was dearest, among those that set the pace. Where
     ranks do not wait for each other in every iteration, the fast ones wait at the save, and that is
@@ -202,6 +205,7 @@ def worst_seen(ranks: Sequence[SaveSeen]) -> SaveSeen:
         persist_s=max(rank.persist_s for rank in ranks),
         copied_bytes=max(rank.copied_bytes for rank in ranks),
         state_bytes=max(rank.state_bytes for rank in ranks),
+        call_s=min(rank.call_s for rank in ranks),
         is_first=any(rank.is_first for rank in ranks),
         failed=any(rank.failed for rank in ranks),
     )

@@ -12,6 +12,7 @@ import statistics
 from dataclasses import dataclass, replace
 
 from dcp_checkfreq.policy.baseline import (
+    GAP_STEPS,
     Baseline,
     baseline_error_s,
     baseline_of,
@@ -19,7 +20,7 @@ from dcp_checkfreq.policy.baseline import (
     gap_steps,
     renewed,
 )
-from dcp_checkfreq.policy.costs import Costs
+from dcp_checkfreq.policy.costs import PROFILE_STEPS, Costs
 from dcp_checkfreq.policy.interval import (
     MAX_INTERVAL_STEPS,
     Forecast,
@@ -32,13 +33,23 @@ from dcp_checkfreq.policy.interval import (
     stall_s,
     steps_for,
 )
-from dcp_checkfreq.policy.judged import KEPT, Judged, estimate, judge, second, without_outdated
+from dcp_checkfreq.policy.judged import (
+    KEPT,
+    Judged,
+    estimate,
+    judge,
+    second,
+    warmer,
+    without_outdated,
+)
 from dcp_checkfreq.policy.seen import IntervalSeen, SaveSeen, cost_per_save_s
 
 _FEW = 3  # two of the last three saves must agree before the interval grows
-_SOME = 5  # four of the last five before unfinished saves let it shrink
+_SOME = 5  # saves that a growth looks back at for how long they take
+_MANY = 8  # all of them finish within an interval that shrinks
 _SURE = 2.0  # standard errors of a cost that are not acted on
 _CLEARLY = 1.25  # it begins to shrink when even costs this much higher would need less
+USUAL_BASE_STEPS = 10  # iterations of a profile of which that is not known
 _GAP_EVERY_SAVES = 8  # a baseline is renewed at least this often
 # Then copies are blocking for so many saves, and for twice as many with every further time: what
 # made overlapping dear may have been a busy moment of the machine.
@@ -52,7 +63,8 @@ class Tuning:
 
     Attributes:
         interval_steps: k.
-        gap_steps: iterations that the running interval is longer, to see some without a save.
+        gap_steps: iterations that the running interval is longer, to see some without a save;
+            negative if it is shorter, to check a profile.
         mode: how snapshots are copied.
         mode_is_fixed: the user has chosen it.
         max_overhead: p.
@@ -63,6 +75,8 @@ class Tuning:
         shrinking: the interval is on its way down.
         blocking_saves: how many more saves are blocking before overlapping is tried again.
         next_blocking_saves: how many it will be the next time that overlapping costs more.
+        warming: k is from a profile that later saves have not confirmed yet.
+        cold_stall_s: how long the loop stood still for the first saves of this process, at most.
     """
 
     interval_steps: int
@@ -77,6 +91,8 @@ class Tuning:
     shrinking: bool = False
     blocking_saves: int = 0
     next_blocking_saves: int = _FIRST_BLOCKING_SAVES
+    warming: bool = False
+    cold_stall_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -85,7 +101,8 @@ class Decision:
 
     Attributes:
         interval_steps: k. The next save is ``k + gap_steps`` iterations after the last one.
-        gap_steps: iterations more, this once, so that some are seen with no save under way.
+        gap_steps: iterations more, this once, so that some are seen with no save under way; or
+            fewer, after a profile, as its save may have been far slower than later ones.
         mode: how to copy the snapshot.
         overhead_seen: share of training time that the save cost; None if it is no measure.
         reason: one line for the log.
@@ -107,7 +124,7 @@ def start(
     mtbf_s: float | None = None,
     mode: Mode | None = None,
     first_interval_steps: int | None = None,
-    base_steps: int = 10,
+    base_steps: int = USUAL_BASE_STEPS,
 ) -> Tuning:
     """Return the state to begin with.
 
@@ -117,7 +134,7 @@ def start(
         mtbf_s: mean time between failures; None if not known.
         mode: how to copy; None to choose, and to give up overlapping if it costs more.
         first_interval_steps: k that an earlier run of the same job ended with, under the same
-            p; None to take it from the costs.
+            p and failure rate; None to take it from the costs, and check it with an early save.
         base_steps: how many iterations ``costs.iteration_s`` was measured from.
 
     Raises:
@@ -128,15 +145,17 @@ def start(
     k = interval_steps(costs, chosen, max_overhead, mtbf_s)
     if first_interval_steps is not None:
         k = min(max(first_interval_steps, 1), MAX_INTERVAL_STEPS)
+    warming = first_interval_steps is None
     return Tuning(
         interval_steps=k,
-        gap_steps=0,
+        gap_steps=min(0, PROFILE_STEPS - k) if warming else 0,
         mode=chosen,
         mode_is_fixed=mode is not None,
         max_overhead=max_overhead,
         mtbf_s=mtbf_s,
         costs=costs,
         baseline=baseline_of(costs.iteration_s, base_steps),
+        warming=warming,
     )
 
 
@@ -148,8 +167,9 @@ def opening(tuning: Tuning) -> Decision:
 def observe(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
     """Return the state after one more save, and what to do now.
 
-    A first save of a process and a failed one say nothing about later saves: only the iterations
-    without a save are learned from. Otherwise, in this order:
+    A first save of a process and a failed one say nothing about later saves: the iterations without
+    a save are learned from, and after a profile what a first save did faster than that one.
+    Otherwise, in this order:
 
     - Iterations without a save renew the baseline.
     - If overlapping the copy cost more than a blocking copy would, in two of the last three
@@ -159,6 +179,10 @@ def observe(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
       be published before the next one starts, to stay within p, and with a failure rate to waste
       least. If only slow iterations say so, and the baseline is not from this interval, it is
       renewed first.
+    - If the first save that is judged stood still for clearly longer than the budget, and the cold
+      ones before it did so too, the interval grows at once to what the shorter of both needs.
+    - Until three saves were judged after a profile, the interval comes down at once to what the
+      fastest needed, if that is clearly less.
     - If the last saves would need less even if they cost a quarter more, it shrinks by half of the
       distance with every save, until it is what they need.
     - Else it stays; a gap is asked for when the baseline is old.
@@ -167,13 +191,12 @@ def observe(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
         return replace(tuning, gap_steps=0), _decision(tuning, None, "nothing was seen")
     tuning = _learned(tuning, seen.interval)
     if seen.is_first or seen.failed:
-        why = "a failed save is" if seen.failed else "the first save of a process is"
         tuning = replace(tuning, gap_steps=0)
-        return tuning, _decision(tuning, None, f"k {tuning.interval_steps} stays: {why} no measure")
+        return _not_judged(tuning, seen)
 
     tuning, pending = _gap_taken(tuning, seen.interval)
     recent = without_outdated((*tuning.recent, judge(tuning.baseline, seen))[-KEPT:])
-    tuning = _with_costs(replace(tuning, recent=recent), seen.interval)
+    tuning = _with_costs(replace(tuning, recent=recent), seen)
     base_s = tuning.baseline.iteration_s
     overhead = cost_per_save_s(seen.interval, base_s) / max(seen.interval.steps * base_s, 1e-9)
     saw = f"{overhead:.1%} of {seen.interval.steps} iterations, budget {tuning.max_overhead:.1%}"
@@ -200,17 +223,62 @@ def observe(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
         elif stale and tuning.baseline.age_saves >= _GAP_EVERY_SAVES:
             why = f"the baseline is {tuning.baseline.age_saves} saves old"
     if why:
-        tuning = replace(tuning, gap_steps=gap_steps(tuning.baseline, tuning.max_overhead))
+        tuning = replace(tuning, gap_steps=_gap_that_fits(tuning))
         why = f"; {why}: a gap of {tuning.gap_steps}"
 
-    shrinks = needs.likely < k and (tuning.shrinking or needs.at_most < k)
+    if tuning.warming and not doubtful:
+        warm = _warm_interval(tuning)
+        tuning = replace(tuning, warming=not needs.known)
+        if warm < k:
+            tuning = replace(tuning, interval_steps=warm)
+            return tuning, _decision(
+                tuning, overhead, f"k {k} -> {warm}, the profile was slow: save cost {saw}{why}"
+            )
+
+    shrinks = needs.enough < k and (tuning.shrinking or needs.at_most < k)
     if shrinks and needs.known and not doubtful:
-        fewer = k - max(1, (k - needs.likely) // 2)
-        tuning = replace(tuning, interval_steps=fewer, shrinking=fewer > needs.likely)
-        saw = f"{saw}; {needs.likely} would do"
+        fewer = k - max(1, (k - needs.enough) // 2)
+        tuning = replace(tuning, interval_steps=fewer, shrinking=fewer > needs.enough)
+        saw = f"{saw}; {needs.enough} would do"
         return tuning, _decision(tuning, overhead, f"k {k} -> {fewer}: save cost {saw}{why}")
     tuning = replace(tuning, shrinking=tuning.shrinking and shrinks)
     return tuning, _decision(tuning, overhead, f"k {k} stays: save cost {saw}{why}")
+
+
+def _not_judged(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
+    k = tuning.interval_steps
+    if seen.failed:
+        return tuning, _decision(tuning, None, f"k {k} stays: a failed save is no measure")
+    tuning = replace(tuning, cold_stall_s=max(tuning.cold_stall_s, seen.interval.stall_s))
+    if tuning.warming:
+        tuning = replace(tuning, costs=_warmer(tuning, seen))
+        warm = _warm_interval(tuning)
+        if warm < k:
+            tuning = replace(tuning, interval_steps=warm)
+            return tuning, _decision(tuning, None, f"k {k} -> {warm}: the profile was slow")
+    why = "the first save of a process is no measure"
+    return tuning, _decision(tuning, None, f"k {k} stays: {why}")
+
+
+def _warmer(tuning: Tuning, seen: SaveSeen) -> Costs:
+    return replace(warmer(tuning.costs, seen), iteration_s=tuning.baseline.iteration_s)
+
+
+def _warm_interval(tuning: Tuning) -> int:
+    """Return the interval that the fastest saves so far need; k if that is not clearly less."""
+    costs, mode = tuning.costs, tuning.mode
+    cost_s = stall_s(costs, mode)
+    left_s = max(0.0, finish_s(costs, mode) + costs.call_s - cost_s)
+    error_s = 0.0
+    if tuning.recent:
+        left_s = max(left_s, tuning.recent[-1].left_s)
+        known = [(one.cost_s, one.error_s) for one in tuning.recent if one.cost_s is not None]
+        if known:
+            least_s, error_s = min(known)
+            cost_s = max(cost_s, least_s)
+    clearly = _interval(tuning, max(_CLEARLY * cost_s, cost_s + _SURE * error_s), _CLEARLY * left_s)
+    k = tuning.interval_steps
+    return _interval(tuning, cost_s, left_s) if clearly < k else k
 
 
 def _learned(tuning: Tuning, interval: IntervalSeen) -> Tuning:
@@ -222,14 +290,16 @@ def _learned(tuning: Tuning, interval: IntervalSeen) -> Tuning:
     return replace(tuning, baseline=baseline, recent=recent)
 
 
-def _with_costs(tuning: Tuning, interval: IntervalSeen) -> Tuning:
+def _with_costs(tuning: Tuning, seen: SaveSeen) -> Tuning:
     """Return the state with costs as seen lately, which are what a restarted job begins with."""
-    costs = replace(
-        tuning.costs,
-        iteration_s=tuning.baseline.iteration_s,
-        update_s=interval.update_s,
-        persist_s=statistics.median(judged.persist_s for judged in tuning.recent[-_SOME:]),
-    )
+    if tuning.warming:
+        costs = warmer(tuning.costs, seen)
+    else:
+        persist_s = statistics.median(judged.persist_s for judged in tuning.recent[-_SOME:])
+        if seen.mode is Mode.GPU:  # the copy to the host is part of what was seen
+            persist_s = max(0.0, persist_s - tuning.costs.snapshot_cpu_s)
+        costs = replace(tuning.costs, persist_s=persist_s)
+    costs = replace(costs, iteration_s=tuning.baseline.iteration_s, update_s=seen.interval.update_s)
     return replace(tuning, costs=costs)
 
 
@@ -250,16 +320,35 @@ def _gap_taken(tuning: Tuning, interval: IntervalSeen) -> tuple[Tuning, _Gap]:
     return tuning, _Gap.PENDING
 
 
+def _gap_that_fits(tuning: Tuning) -> int:
+    """Return a gap with which a crash costs no more than two intervals, if there is room for one.
+
+    Interval, gap and the save in flight after them come to 2k at most. Where saves take as long as
+    an interval, no gap fits: then it is as short as can be, and the forecast says what it costs.
+    """
+    wanted = gap_steps(tuning.baseline, tuning.max_overhead)
+    save_steps = steps_for(_longest_s(tuning), 0.0, tuning.baseline.iteration_s, 1.0)
+    return min(wanted, max(GAP_STEPS, tuning.interval_steps - save_steps))
+
+
+def _longest_s(tuning: Tuning) -> float:
+    if not tuning.recent:
+        return finish_s(tuning.costs, tuning.mode)
+    return max(judged.finish_s for judged in tuning.recent[-_MANY:])
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Needs:
     """Intervals that the last saves need: at least, by the best estimate, and at most.
 
-    ``without_baseline`` counts only what needs none: standing still, and unfinished saves.
-    ``known`` says that there are enough of them to shrink.
+    ``enough`` is like the best estimate, but long enough for the longest of the last saves; so is
+    ``at_most``. An interval shrinks only so far. ``without_baseline`` counts only what needs none:
+    standing still, and unfinished saves. ``known`` says that there are enough of them to shrink.
     """
 
     surely: int
     likely: int
+    enough: int
     at_most: int
     without_baseline: int
     known: bool
@@ -271,14 +360,22 @@ def _needs(tuning: Tuning) -> _Needs:
     error_s = _SURE * cost.error_s
     unfinished_s = second([judged.left_s for judged in recent[-_FEW:]])
     left_s = second([judged.left_s for judged in recent[-_SOME:]])
-    stall_s = statistics.median_low(judged.stall_s for judged in recent[-_FEW:])
+    longest_s = max(judged.left_s for judged in recent[-_MANY:])
+    # Standing still is measured directly: two saves that did, a judged and a cold one, are enough.
+    stood_s = statistics.median_low(judged.stall_s for judged in recent[-_FEW:])
+    first_s = 0.0
+    if len(recent) == 1:
+        first_s = stood_s = min(stood_s, tuning.cold_stall_s)
+    first = _interval(tuning, first_s, 0.0)
+    first_surely = _interval(tuning, first_s / _CLEARLY, 0.0)
     return _Needs(
-        surely=_interval(tuning, cost.cost_s - error_s, unfinished_s),
-        likely=_interval(tuning, cost.cost_s, left_s),
+        surely=max(first_surely, _interval(tuning, cost.cost_s - error_s, unfinished_s)),
+        likely=max(first, _interval(tuning, cost.cost_s, left_s)),
+        enough=_interval(tuning, cost.cost_s, longest_s),
         at_most=_interval(
-            tuning, max(_CLEARLY * cost.cost_s, cost.cost_s + error_s), _CLEARLY * left_s
+            tuning, max(_CLEARLY * cost.cost_s, cost.cost_s + error_s), _CLEARLY * longest_s
         ),
-        without_baseline=_interval(tuning, stall_s if len(recent) > 1 else 0.0, unfinished_s),
+        without_baseline=max(first_surely, _interval(tuning, stood_s, unfinished_s)),
         known=sum(judged.cost_s is not None for judged in recent) >= _FEW,
     )
 
@@ -312,12 +409,12 @@ def _overlap_is_dear(tuning: Tuning) -> bool:
     if tuning.mode is Mode.BLOCKING or tuning.mode_is_fixed:
         return False
     overlap_s = second([judged.overlap_s for judged in tuning.recent[-_FEW:]])
-    return overlap_s > _DEARER * stall_s(tuning.costs, Mode.BLOCKING)
+    return overlap_s > _DEARER * tuning.costs.snapshot_cpu_s
 
 
 def _without_overlap(tuning: Tuning, overhead: float, saw: str) -> tuple[Tuning, Decision]:
     overlap_s = second([judged.overlap_s for judged in tuning.recent[-_FEW:]])
-    blocking_s = stall_s(tuning.costs, Mode.BLOCKING)
+    blocking_s = tuning.costs.snapshot_cpu_s
     k = tuning.interval_steps
     longer = interval_steps(tuning.costs, Mode.BLOCKING, tuning.max_overhead, tuning.mtbf_s)
     tuning = replace(
@@ -325,6 +422,7 @@ def _without_overlap(tuning: Tuning, overhead: float, saw: str) -> tuple[Tuning,
         interval_steps=max(k, longer),
         mode=Mode.BLOCKING,
         recent=(),  # they say nothing about blocking saves
+        cold_stall_s=0.0,
         shrinking=False,
         blocking_saves=tuning.next_blocking_saves,
         next_blocking_saves=2 * tuning.next_blocking_saves,
@@ -361,6 +459,8 @@ def _decision(tuning: Tuning, overhead: float | None, reason: str) -> Decision:
             iteration_s=tuning.baseline.iteration_s,
             cost_s=cost_s,
             save_s=save_s,
+            longest_save_s=_longest_s(tuning),
+            gap_steps=tuning.gap_steps,
             mtbf_s=tuning.mtbf_s,
         ),
     )

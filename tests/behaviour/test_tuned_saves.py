@@ -226,7 +226,7 @@ DAMAGES = {
     "empty": lambda content: b"",
     "a changed digit": lambda content: content.replace(b"8.0", b"9.0", 1),
     "no text": lambda content: b"\xff\xfe" + content,
-    "another version": lambda content: content.replace(b'"version": 1', b'"version": 99'),
+    "an older version": lambda content: content.replace(b'"version": 2', b'"version": 1'),
 }
 
 

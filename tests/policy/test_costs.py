@@ -21,6 +21,7 @@ COSTS = st.builds(
     state_bytes=st.integers(0, 10**12),
     gpu_used_bytes=st.integers(0, 10**11),
     gpu_total_bytes=st.integers(0, 10**11),
+    call_s=SECONDS,
 )
 
 
@@ -83,6 +84,7 @@ def test_the_worst_is_no_better_than_any_rank(ranks):
         assert found.persist_s >= rank.persist_s
         assert found.state_bytes >= rank.state_bytes
         assert found.gpu_free_bytes <= rank.gpu_free_bytes
+        assert found.call_s <= rank.call_s  # the others wait for the last one to start
         assert found.snapshot_gpu_s is None or found.snapshot_gpu_s >= rank.snapshot_gpu_s
     assert (found.snapshot_gpu_s is None) == any(r.snapshot_gpu_s is None for r in ranks)
 

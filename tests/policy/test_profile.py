@@ -29,11 +29,13 @@ PROFILES = st.builds(
     costs=st.builds(
         Costs, iteration_s=SECONDS, update_s=SECONDS, snapshot_gpu_s=SECONDS,
         snapshot_cpu_s=SECONDS, persist_s=SECONDS, state_bytes=BYTES, gpu_used_bytes=BYTES,
-        gpu_total_bytes=BYTES,
+        gpu_total_bytes=BYTES, call_s=SECONDS,
     ),
     mode=st.sampled_from(Mode),
     interval_steps=st.integers(1, MAX_INTERVAL_STEPS),
     max_overhead=st.floats(0.001, 1),
+    mtbf_s=st.none() | st.floats(1e-9, 1e9),
+    confirmed=st.booleans(),
 )  # fmt: skip
 PLAIN = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
@@ -46,11 +48,13 @@ ONE = StoredProfile(
     fingerprint=fingerprint({"world": 4}),
     costs=Costs(
         iteration_s=0.5, update_s=0.05, snapshot_gpu_s=None, snapshot_cpu_s=0.25, persist_s=3.0,
-        state_bytes=10**9, gpu_used_bytes=0, gpu_total_bytes=0,
+        state_bytes=10**9, gpu_used_bytes=0, gpu_total_bytes=0, call_s=0.125,
     ),
     mode=Mode.CPU,
     interval_steps=7,
     max_overhead=0.035,
+    mtbf_s=3600.0,
+    confirmed=True,
 )  # fmt: skip
 
 
@@ -101,7 +105,8 @@ def test_any_other_text_is_refused(text):
         ("[" * 60_000, "not JSON"),
         ("1" * 5000, "not"),
         (" " * LONGEST_TEXT + "{}", "too many"),
-        (edited(lambda body: body.update(version=2)), "version 2"),
+        (edited(lambda body: body.update(version=1)), "version 1, this program reads 2"),
+        (edited(lambda body: body.update(version=3)), "version 3"),
         (edited(lambda body: body.update(version=True)), "version True"),
         (encode(ONE).replace("7", "8", 1), "digest"),
     ],
@@ -113,7 +118,7 @@ def test_what_is_no_profile_of_this_version_is_refused_with_the_reason(text, rea
 
 @pytest.mark.parametrize("value", [-1.0, math.nan, math.inf, True, "1", None, [], {}])
 @pytest.mark.parametrize(
-    "name", ["iteration_s", "update_s", "snapshot_cpu_s", "persist_s", "state_bytes"]
+    "name", ["iteration_s", "update_s", "snapshot_cpu_s", "persist_s", "call_s", "state_bytes"]
 )
 def test_a_cost_that_cannot_have_been_measured_is_refused(name, value):
     with pytest.raises(ValueError, match=name):
@@ -128,6 +133,11 @@ def test_a_cost_that_cannot_have_been_measured_is_refused(name, value):
         ({"interval_steps": MAX_INTERVAL_STEPS + 1}, "interval_steps"),
         ({"max_overhead": 0}, "max_overhead"),
         ({"max_overhead": 1.5}, "max_overhead"),
+        ({"mtbf_s": 0}, "mtbf_s"),
+        ({"mtbf_s": -1.0}, "mtbf_s"),
+        ({"mtbf_s": math.inf}, "mtbf_s"),
+        ({"mtbf_s": "1"}, "mtbf_s"),
+        ({"confirmed": 1}, "confirmed"),
         ({"mode": "disk"}, "mode"),
         ({"mode": []}, "mode"),
         ({"mode": "gpu"}, "snapshot_gpu_s"),
@@ -141,6 +151,16 @@ def test_a_cost_that_cannot_have_been_measured_is_refused(name, value):
 def test_a_field_that_cannot_be_right_is_refused(change, reason):
     with pytest.raises(ValueError, match=reason):
         decode(edited(lambda body: body.update(change)))
+
+
+def test_the_interval_holds_under_the_same_budget_and_failure_rate_only():
+    assert ONE.interval_under(0.035, 3600.0) == 7
+    for other in ((0.035, None), (0.035, 7200.0), (0.05, 3600.0)):
+        assert ONE.interval_under(*other) is None
+    without = replace(ONE, mtbf_s=None)
+    assert without.interval_under(0.035, None) == 7
+    assert without.interval_under(0.035, 3600.0) is None
+    assert replace(ONE, confirmed=False).interval_under(0.035, 3600.0) is None
 
 
 def test_a_missing_field_is_refused():
