@@ -4,23 +4,25 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate
 from typing import Any
 
+import fsspec
 import numpy as np
 import pyarrow as pa
 import pyarrow.dataset as ds
 import torch
 from numpy.typing import NDArray
+from pyarrow.fs import FSSpecHandler, PyFileSystem
 from torch.utils.data import default_collate
 
 from dcp_checkfreq.data.augment import AugmentRng, SampleSeeds
 from dcp_checkfreq.data.lanes import DEFAULT_LANES, LANES_VERSION, LaneOrder, Run
-from dcp_checkfreq.data.locate import located, relative_names
+from dcp_checkfreq.data.locate import is_local, located, relative_names
 from dcp_checkfreq.data.order import SEQUENTIAL
 from dcp_checkfreq.data.position import Last, OnMismatch, Share
 from dcp_checkfreq.data.reading import Counts, Maker, Raw, ReadingLoader
@@ -46,6 +48,7 @@ class ParquetSource:
             several files, which keep their order. Local paths or fsspec URLs.
         filesystem: pyarrow's or fsspec's, which knows the paths as they are; default: the local
             one, or that of the URLs.
+        storage_options: for the file system of the URLs (keys, endpoint), as fsspec takes them.
         columns: to be read; default: all.
         lanes: row groups that are open at a time, over all ranks. The same for the life of a job,
             and best a multiple of all numbers of ranks it may have. More lanes mix the rows of
@@ -61,6 +64,7 @@ class ParquetSource:
         paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
         *,
         filesystem: Any = None,
+        storage_options: Mapping[str, Any] | None = None,
         columns: Sequence[str] | None = None,
         lanes: int = DEFAULT_LANES,
     ) -> None:
@@ -68,7 +72,9 @@ class ParquetSource:
             raise ValueError(f"lanes must be at least 1, got {lanes}")
         self.lanes = lanes
         self.columns = None if columns is None else list(columns)
-        found, filesystem = located(paths, filesystem)
+        found, filesystem = located(paths, filesystem, storage_options)
+        if isinstance(filesystem, fsspec.AbstractFileSystem) and not is_local(filesystem):
+            filesystem = PyFileSystem(_NoReadAhead(filesystem))
         self._dataset = ds.dataset(
             found, filesystem=filesystem, format="parquet", partitioning="hive"
         )
@@ -132,6 +138,16 @@ class ParquetSource:
                 f"{table.num_rows}",
             )
         return table
+
+
+class _NoReadAhead(FSSpecHandler):  # type: ignore[misc]
+    """Reads what pyarrow asks for: it knows where the columns of a row group lie.
+
+    As fsspec opens a file on S3, each read would bring up to 50 MiB of what lies behind.
+    """
+
+    def open_input_file(self, path: str) -> pa.NativeFile:
+        return pa.PythonFile(self.fs.open(path, mode="rb", cache_type="none"), mode="r")
 
 
 def _rows_of_groups(fragment: Any) -> list[int]:

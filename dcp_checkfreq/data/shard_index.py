@@ -27,9 +27,9 @@ class Entry:
     layout: Layout
 
 
-def load(location: str) -> dict[str, Entry]:
+def load(location: str, options: Mapping[str, Any]) -> dict[str, Entry]:
     """Return the entries by name of the shard; none if there is no index, or not one of ours."""
-    filesystem, path = fsspec.core.url_to_fs(location)
+    filesystem, path = _placed(location, options)
     try:
         text = filesystem.cat_file(path)
     except FileNotFoundError:
@@ -41,13 +41,13 @@ def load(location: str) -> dict[str, Entry]:
         return {}
 
 
-def store(location: str, entries: Mapping[str, Entry]) -> None:
+def store(location: str, entries: Mapping[str, Entry], options: Mapping[str, Any]) -> None:
     """Write the index; whoever reads it meanwhile finds the old one or the new one.
 
     If it cannot be written that is a warning: the next start scans again.
     """
     text = json.dumps(_encode(entries), separators=(",", ":")).encode()
-    filesystem, path = fsspec.core.url_to_fs(location)
+    filesystem, path = _placed(location, options)
     try:
         if not isinstance(filesystem, fsspec.get_filesystem_class("file")):
             filesystem.pipe_file(path, text)  # one put
@@ -59,6 +59,13 @@ def store(location: str, entries: Mapping[str, Entry]) -> None:
     except OSError as error:
         _log.warning("%s was not written, the next start scans the shards again: %s",
                      location, error)  # fmt: skip
+
+
+def _placed(location: str, options: Mapping[str, Any]) -> tuple[Any, str]:
+    placed: tuple[Any, str] = fsspec.core.url_to_fs(
+        location, **(options if "://" in location else {})
+    )
+    return placed
 
 
 def _encode(entries: Mapping[str, Entry]) -> dict[str, Any]:

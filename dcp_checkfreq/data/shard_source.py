@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import IO, Any
@@ -18,6 +18,7 @@ from dcp_checkfreq.data.shard_readers import FunctionReader, Layout, ShardReader
 
 _SCAN_THREADS = 8  # mostly waiting for storage
 _DEFAULT_WINDOW = 64
+_READ_AHEAD_BYTES = 4 << 20  # per open shard of a remote file system; s3fs would take 50 MiB
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +45,8 @@ class ShardSource:
         samples: of each shard, if you know them; nothing is scanned then.
         filesystem: fsspec's, which knows the paths as they are; default: the local one, or that of
             the URLs.
+        storage_options: for the file system of the URLs (keys, endpoint), as fsspec takes them;
+            also for that of ``index``, if it is one.
         lanes: shards that are open at a time, over all ranks. The same for the life of a job, and
             best a multiple of all numbers of ranks it may have.
         window: so many neighbours in a shard are shuffled among themselves, and read at once. A
@@ -68,6 +71,7 @@ class ShardSource:
         index: str | os.PathLike[str] | None = None,
         samples: Sequence[int] | None = None,
         filesystem: fsspec.AbstractFileSystem | None = None,
+        storage_options: Mapping[str, Any] | None = None,
         lanes: int = DEFAULT_LANES,
         window: int = _DEFAULT_WINDOW,
     ) -> None:
@@ -78,7 +82,7 @@ class ShardSource:
         if isinstance(reader, type) or not (hasattr(reader, "scan") or callable(reader)):
             raise TypeError(f"reader must be a ShardReader or a function, got {reader!r}")
         self.reader = reader if hasattr(reader, "scan") else FunctionReader(reader)  # type: ignore[assignment]
-        found, filesystem = located(paths, filesystem)
+        found, filesystem = located(paths, filesystem, storage_options)
         self._filesystem = filesystem or fsspec.filesystem("file")
         if isinstance(found, str):
             pattern, found = found, sorted(self._filesystem.glob(found))
@@ -88,7 +92,7 @@ class ShardSource:
         if samples is not None:
             layouts = _told(samples, found)
         elif index is not None:
-            layouts = self._indexed(found, os.fspath(index))
+            layouts = self._indexed(found, os.fspath(index), storage_options or {})
         else:
             layouts = self._scanned(found)
         pairs = zip(found, layouts, self._names, strict=True)
@@ -114,8 +118,10 @@ class ShardSource:
         with self.open(path) as file:
             return self.reader.scan(file)
 
-    def _indexed(self, paths: Sequence[str], location: str) -> list[Layout]:
-        known = shard_index.load(location)
+    def _indexed(
+        self, paths: Sequence[str], location: str, options: Mapping[str, Any]
+    ) -> list[Layout]:
+        known = shard_index.load(location, options)
         sizes = dict(zip(paths, self._filesystem.sizes(list(paths)), strict=True))
         named = dict(zip(paths, self._names, strict=True))
         new = [
@@ -125,13 +131,15 @@ class ShardSource:
         if new:
             for path, layout in zip(new, self._scanned(new), strict=True):
                 known[named[path]] = shard_index.Entry(sizes[path], layout)
-            shard_index.store(location, known)
+            shard_index.store(location, known, options)
         return [known[named[path]].layout for path in paths]
 
     def open(self, path: str) -> IO[bytes]:
         """Open a shard, decompressed."""
         compression = "gzip" if path.endswith(".tgz") else "infer"
-        file: IO[bytes] = self._filesystem.open(path, "rb", compression=compression)
+        file: IO[bytes] = self._filesystem.open(
+            path, "rb", compression=compression, block_size=_READ_AHEAD_BYTES
+        )
         return file
 
 
