@@ -26,7 +26,7 @@
     |   |-- NoValidCheckpoint    checkpoints are there, none is whole
     |   |-- StepsExist           a fresh run would write among another run's steps
     |   `-- RootDiffers          the ranks do not see the same root
-    `-- DataStateError           a data position does not fit the data; the loader is unchanged
+    `-- DataStateError           a position or random state does not fit; nothing is changed
 
 Ranks gather errors by pickle, so fields are positional and the text is made in ``__str__``.
 """
@@ -319,7 +319,7 @@ class RootDiffers(RecoveryFailed):
 
 
 class DataStateError(CheckFreqError, ValueError):
-    """A saved data position does not fit the data at hand. The loader keeps what it had."""
+    """A saved data position or random state does not fit what is there. Nothing was changed."""
 
     exit_code = 50
 
@@ -328,4 +328,4 @@ class DataStateError(CheckFreqError, ValueError):
         self.what, self.why = what, why
 
     def __str__(self) -> str:
-        return f"{self.what}: {self.why}. The loader was left as it is"
+        return f"{self.what}: {self.why}. Nothing was changed"

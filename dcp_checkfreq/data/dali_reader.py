@@ -189,7 +189,10 @@ class ResumableDALIReader:
         changes = [f"the {name} was {old!r}, now it is {new!r}" for name, old, new in pairs
                    if old != new]  # fmt: skip
         if changes:
-            raise DataStateError(_WHAT, "; ".join(changes))
+            raise DataStateError(
+                _WHAT,
+                f"{'; '.join(changes)}. DALI's checkpoint fits nothing else: bring back what was",
+            )
         epoch, batches = read_number(saved, "epoch", _WHAT), read_number(saved, "batches", _WHAT)
         try:
             made = self._new(checkpoint)

@@ -301,7 +301,11 @@ def accept(
         raise ValueError(f"on_mismatch must be one of {get_args(OnMismatch)}, got {on_mismatch!r}")
     position, saved = decode(text, what)
     if saved.seed != present.seed:
-        raise DataStateError(what, f"the seed was {saved.seed}, now it is {present.seed}")
+        raise DataStateError(
+            what,
+            f"the seed was {saved.seed}, now it is {present.seed}: make the loader with "
+            f"seed={saved.seed}",
+        )
     notes: tuple[str, ...] = ()
     if saved.global_batch != present.global_batch:
         notes = (

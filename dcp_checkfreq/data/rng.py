@@ -98,18 +98,31 @@ class RNGState(PerRank):
         self._restore(state)
 
     def _restore(self, state: Any) -> None:
-        """Check everything, then set everything."""
+        """Set everything, or nothing."""
         _check(state)
         saved = state["generators"]
         for name, (kind, _) in saved.items():
             present = self._generators.get(name)
             if present is not None and _kind(present, name) != kind:
                 raise DataStateError(
-                    _WHAT, f"generator {name!r} was a {kind}, now it is a {_kind(present, name)}"
+                    _WHAT,
+                    f"generator {name!r} was a {kind}, now it is a {_kind(present, name)}: pass "
+                    "one of the kind that was, or leave it out of generators=",
                 )
+        before = self.value
+        try:
+            self._set(state)
+        except (ValueError, TypeError, LookupError, RuntimeError, OverflowError) as error:
+            self._set(before)
+            raise DataStateError(
+                _WHAT, f"the saved state is damaged, restore an older one: {error!r}"
+            ) from error
         for name in sorted(saved.keys() ^ self._generators.keys()):
             where = "is registered now" if name in saved else "is in the checkpoint"
             _log.warning("%s: no generator %r %s; it is left out", _WHAT, name, where)
+
+    def _set(self, state: Any) -> None:
+        saved = state["generators"]
         numpy_state = _from_plain(state["numpy"])
         if numpy_state is None and numpy_or_none() is not None:
             numpy_state = global_rng.save()[1]  # saved where there was no NumPy
@@ -148,17 +161,26 @@ class RNGState(PerRank):
         """
         key = f"rank{self._rank}"
         if key not in state:
-            raise DataStateError(_WHAT, f"there is no {key!r} in it, only {sorted(state)}")
+            raise DataStateError(
+                _WHAT,
+                f"there is no {key!r} in it, only {sorted(state)}: call absent() for new numbers",
+            )
         self.value = state[key]
 
 
 def _check(state: Any) -> None:
     wanted = ("format", "python", "numpy", "torch", "generators")
-    if not isinstance(state, Mapping) or any(key not in state for key in wanted):
-        raise DataStateError(_WHAT, f"the saved state is none of random states: {state!r:.200}")
+    is_one = isinstance(state, Mapping) and all(key in state for key in wanted)
+    if not is_one or not isinstance(state["generators"], Mapping):
+        raise DataStateError(
+            _WHAT,
+            f"the saved state is none of random states, restore an older one: {state!r:.200}",
+        )
     if state["format"] != FORMAT:
         raise DataStateError(
-            _WHAT, f"saved in format {state['format']!r}, this version reads {FORMAT}"
+            _WHAT,
+            f"saved in format {state['format']!r}, this version reads {FORMAT}: load it with the "
+            "version that saved it",
         )
 
 

@@ -107,18 +107,32 @@ def test_a_new_rank_gets_numbers_of_its_own_and_says_so(caplog):
         (lambda state: state | {"format": 2}, "format 2, this version reads 1"),
         (lambda state: {k: v for k, v in state.items() if k != "torch"}, "none of random states"),
         (lambda state: None, "None"),
-        (lambda state: state | {"generators": {"g": ("Philox", {})}}, "was a Philox, now .* PCG64"),
+        (
+            lambda state: state | {"generators": {"g": ("Philox", {})}},
+            "was a Philox, now it is a PCG64: pass one of the kind that was, or leave it out",
+        ),
+        (
+            lambda state: state | {"numpy": {"bit_generator": "MT19937"}},
+            "damaged, restore an older",
+        ),
+        (lambda state: state | {"torch": state["torch"][:100]}, "damaged, restore an older one"),
+        (lambda state: state | {"generators": {"g": ("PCG64", {"state": 5})}}, "damaged"),
+        (lambda state: state | {"generators": 5}, "none of random states"),
     ],
 )
-def test_a_state_that_does_not_fit_sets_nothing(change, said):
-    rng = RNGState(generators={"g": np.random.default_rng(1)}, rank=0)
-    before = random.getstate()
+def test_a_state_that_does_not_fit_sets_nothing_and_says_what_to_do(change, said):
+    generators = {"g": np.random.default_rng(1)}
+    rng = RNGState(generators=generators, rank=0)
     state = rng.value
-    random.random()
-    after = random.getstate()
-    with pytest.raises(DataStateError, match=said):
+    draw(generators)
+    now = rng.value
+    with pytest.raises(DataStateError, match=f"RNGState: .*{said}.*Nothing was changed"):
         rng.load_state_dict({"rank0": change(state)})
-    assert random.getstate() == after != before
+    wanted = draw(generators)
+    rng.value = now
+    assert draw(generators) == wanted  # the refused state changed nothing
+    rng.value = state
+    assert draw(generators) != wanted
 
 
 def test_generators_that_came_or_went_are_told_and_the_rest_is_restored(caplog):
