@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 from dcp_checkfreq.policy.baseline import Baseline, baseline_error_s
 from dcp_checkfreq.policy.costs import MEDIAN_ERROR, Costs
@@ -18,6 +19,8 @@ _CHANGED = 4.0  # standard errors: a cost that differs by more is another cost
 _SAME = 0.05  # a cost that differs by less than this share is the same
 _ENOUGH = 5  # of fewer saves it is not known how much they differ by chance; then a tenth
 _FEW_SPREAD = 0.1
+_HIGH = 1.1  # times the median
+_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,6 +131,18 @@ def _less(before_s: float, seen_s: float) -> float:
 def second(values: Sequence[float]) -> float:
     """Return the second highest value, which one outlier does not raise. 0.0 for fewer than two."""
     return sorted(values)[-2] if len(values) > 1 else 0.0
+
+
+def swings(values: Sequence[float]) -> bool:
+    """Return whether values go up and down: high ones stand in at least two separate rows.
+
+    One outlier does not make values swing, nor does a busy period, which is one row.
+    """
+    if not values:
+        return False
+    usual = statistics.median(values)
+    high = [value > _HIGH * usual for value in values]
+    return sum(one and not before for before, one in pairwise([False, *high])) >= _ROWS
 
 
 def estimate(recent: Sequence[Judged], baseline: Baseline) -> Estimate:

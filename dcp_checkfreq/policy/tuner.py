@@ -39,14 +39,14 @@ from dcp_checkfreq.policy.judged import (
     estimate,
     judge,
     second,
+    swings,
     warmer,
     without_outdated,
 )
 from dcp_checkfreq.policy.seen import IntervalSeen, SaveSeen, cost_per_save_s
 
 _FEW = 3  # two of the last three saves must agree before the interval grows
-_SOME = 5  # saves that a growth looks back at for how long they take
-_MANY = 8  # all of them finish within an interval that shrinks
+_SOME = 5  # the last five saves must be done within an interval before it shrinks to that
 _SURE = 2.0  # standard errors of a cost that are not acted on
 _CLEARLY = 1.25  # it begins to shrink when even costs this much higher would need less
 USUAL_BASE_STEPS = 10  # iterations of a profile of which that is not known
@@ -312,8 +312,8 @@ class _Gap(enum.Enum):
 
 
 def _gap_taken(tuning: Tuning, interval: IntervalSeen) -> tuple[Tuning, _Gap]:
-    if not tuning.gap_steps:
-        return tuning, _Gap.NONE
+    if tuning.gap_steps <= 0:
+        return replace(tuning, gap_steps=0), _Gap.NONE
     # some of its iterations may not have been measured, so more than k are enough
     if interval.unloaded.steps or interval.steps > tuning.interval_steps:
         return replace(tuning, gap_steps=0), _Gap.TAKEN
@@ -334,7 +334,7 @@ def _gap_that_fits(tuning: Tuning) -> int:
 def _longest_s(tuning: Tuning) -> float:
     if not tuning.recent:
         return finish_s(tuning.costs, tuning.mode)
-    return max(judged.finish_s for judged in tuning.recent[-_MANY:])
+    return max(judged.finish_s for judged in tuning.recent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -358,9 +358,10 @@ def _needs(tuning: Tuning) -> _Needs:
     recent = tuning.recent
     cost = estimate(recent, tuning.baseline)
     error_s = _SURE * cost.error_s
-    unfinished_s = second([judged.left_s for judged in recent[-_FEW:]])
-    left_s = second([judged.left_s for judged in recent[-_SOME:]])
-    longest_s = max(judged.left_s for judged in recent[-_MANY:])
+    lefts = [judged.left_s for judged in recent]
+    unfinished_s = second(lefts if swings(lefts) else lefts[-_FEW:])
+    left_s = max(unfinished_s, second(lefts[-_SOME:]))
+    longest_s = max(lefts if swings(lefts) else lefts[-_SOME:])
     # Standing still is measured directly: two saves that did, a judged and a cold one, are enough.
     stood_s = statistics.median_low(judged.stall_s for judged in recent[-_FEW:])
     first_s = 0.0

@@ -8,7 +8,7 @@ iteration on.
 
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dcp_checkfreq.policy.costs import Costs
 from dcp_checkfreq.policy.interval import Mode
@@ -50,7 +50,8 @@ class Job:
     contention: At = field(default_factory=lambda: steady(1.0))  # overlapped Tc times this
     noise: float = 0.0
     seed: int = 0
-    odd: dict = field(default_factory=dict)  # step -> seconds more, once
+    odd: dict = field(default_factory=dict)  # step -> seconds more, once; in a save as well
+    profile: dict = field(default_factory=dict)  # of its costs: what was not as in later saves
     p: float = 0.035
     mtbf_s: float | None = None
     mode: Mode | None = None
@@ -62,14 +63,18 @@ class Job:
         self.flight, self.iterations = None, []
         self.decisions, self.overheads, self.save_steps = [], [], []
         self.tuning = start(
-            Costs(
-                iteration_s=self.ti(0), update_s=self.tw * self.ti(0), snapshot_gpu_s=None,
-                snapshot_cpu_s=self.tc, persist_s=self.ts(0), state_bytes=10**9,
-                gpu_used_bytes=0, gpu_total_bytes=0,
-            ),
+            replace(self.warm_costs(), **self.profile),
             max_overhead=self.p, mtbf_s=self.mtbf_s, mode=self.mode,
         )  # fmt: skip
         self.decision = opening(self.tuning)
+
+    def warm_costs(self):
+        """Return what a profile with warm buffers finds."""
+        return Costs(
+            iteration_s=self.ti(0), update_s=self.tw * self.ti(0), snapshot_gpu_s=None,
+            snapshot_cpu_s=self.tc, persist_s=self.ts(0), state_bytes=10**9,
+            gpu_used_bytes=0, gpu_total_bytes=0,
+        )  # fmt: skip
 
     def about(self, value):
         return value * self.chance.uniform(1 - self.noise, 1 + self.noise)
@@ -94,13 +99,14 @@ class Job:
         waited = max(0.0, flight.copied - self.now) if flight is not None else 0.0
         self.now += waited
         self.work(self.tw * work)
-        self.now += self.odd.get(self.step, 0.0)
+        self.stand_still(self.odd.get(self.step, 0.0))
         seconds, entered = self.now - began, self.now
         self.hear()
         last = self.save_steps[-1] if self.save_steps else 0
         queued = 0.0
         is_save = self.step >= last + self.decision.interval_steps + self.decision.gap_steps
         if is_save:
+            self.decision = replace(self.decision, gap_steps=0)  # a gap is for one interval
             queued = self.save()
         self.iterations.append(
             Iteration(
@@ -123,6 +129,19 @@ class Job:
             passed = min(left * rate, until - self.now)
             self.now += passed
             left -= passed / rate
+
+    def stand_still(self, seconds):
+        """Let the clock jump. A save under way takes longer by that."""
+        flight = self.flight
+        if seconds and flight is not None and flight.seen is not None:
+            if flight.copied > self.now:
+                flight.copied += seconds
+                flight.seen = replace(flight.seen, copy_s=flight.seen.copy_s + seconds)
+            elif flight.published > self.now:
+                flight.seen = replace(flight.seen, persist_s=flight.seen.persist_s + seconds)
+            if flight.published > self.now:
+                flight.published += seconds
+        self.now += seconds
 
     def save(self):
         queued = max(0.0, self.flight.published - self.now) if self.flight is not None else 0.0
