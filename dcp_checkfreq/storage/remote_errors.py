@@ -69,7 +69,7 @@ def code_of(error: BaseException) -> tuple[str, int]:
 def is_passing(error: BaseException) -> bool:
     """Tell whether the same call may work a little later: throttling, 5xx, a broken line."""
     code, status = code_of(error)
-    if code in _PASSING or status == 429 or (status >= 500 and status != 501):
+    if code in _PASSING or status in (408, 429) or (status >= 500 and status != 501):
         return True
     if code or status:
         return False

@@ -6,12 +6,14 @@ counterpart here make `Store.fits` False; s3fs then moves the bytes too.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import errno
 import importlib.util
 import os
 import threading
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
 from dcp_checkfreq.clock import Clock, SystemClock
@@ -72,7 +74,7 @@ class Store:
         import obstore
 
         obstore.put(
-            self._bucket(bucket),
+            self.open(bucket),
             key,
             iter(pieces),
             use_multipart=size_bytes > part,
@@ -87,11 +89,12 @@ class Store:
         if len(target):
             end = offset + len(target)
             answer = obstore.get(
-                self._bucket(bucket), key, options={"range": (offset, end), "if_match": etag}
+                self.open(bucket), key, options={"range": (offset, end), "if_match": etag}
             )
             fill(target, answer.buffer(), key)
 
-    def _bucket(self, bucket: str) -> Any:
+    def open(self, bucket: str) -> Any:
+        """Return obstore's own object for a bucket; on AWS the first time asks for its region."""
         with self._lock:
             if bucket not in self._buckets:
                 self._buckets[bucket] = self._open(bucket)
@@ -104,9 +107,10 @@ class Store:
         config: dict[str, Any] = {"unsigned_payload": True, "region": meta.region_name}
         if _is_aws(meta.endpoint_url):
             # obstore follows no redirects to another region.
-            answer = self._fs.call_s3("head_bucket", Bucket=bucket)
-            headers = answer["ResponseMetadata"]["HTTPHeaders"]
-            config["region"] = headers.get("x-amz-bucket-region", meta.region_name)
+            with contextlib.suppress(PermissionError):  # then it has to be the session's own
+                answer = self._fs.call_s3("head_bucket", Bucket=bucket)
+                headers = answer["ResponseMetadata"]["HTTPHeaders"]
+                config["region"] = headers.get("x-amz-bucket-region", meta.region_name)
         else:
             config["endpoint"] = meta.endpoint_url
             config["region"] = meta.region_name or "us-east-1"
@@ -148,8 +152,7 @@ class Store:
         if verify is False:
             client["allow_invalid_certificates"] = True
         elif isinstance(verify, str):
-            with open(verify, "rb") as file:
-                client["root_certificate"] = file.read()
+            client["root_certificate"] = Path(verify).read_bytes()
         return client
 
     def _credentials(self) -> dict[str, Any]:

@@ -8,6 +8,7 @@ kept here.
 from __future__ import annotations
 
 import hashlib
+import os
 import threading
 import uuid
 from collections.abc import Mapping
@@ -42,6 +43,16 @@ _NESTED = {"client_kwargs": _HARMLESS_OF_CLIENT, "config_kwargs": _HARMLESS_OF_C
 
 _kept: dict[str, dict[str, Any]] = {}
 _lock = threading.Lock()
+
+
+def _after_fork_in_child() -> None:
+    """Replace a lock that a thread of the parent, which is not here, may hold for ever."""
+    global _lock
+    _lock = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork_in_child)
 
 
 class Options:

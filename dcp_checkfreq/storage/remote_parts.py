@@ -13,6 +13,7 @@ MIB = 1 << 20
 PART_BYTES = 16 * MIB
 MAX_PARTS = 10_000
 PARTS_IN_FLIGHT = 6  # per shard; one more is being filled
+COPIED_PARTS_IN_FLIGHT = 3  # where the client needs each part in one piece and copies it once more
 
 # From here on a piece is sent from where it lies. Smaller ones are gathered: each costs a request
 # for the GIL and a system call, and the gap between two tensors has a piece of its own.

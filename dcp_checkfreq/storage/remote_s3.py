@@ -19,7 +19,7 @@ from dcp_checkfreq.storage import remote_obstore
 from dcp_checkfreq.storage.remote_errors import is_unsupported
 from dcp_checkfreq.storage.remote_files import CLEANING_FOR_S, FsspecFiles, Head, fill
 from dcp_checkfreq.storage.remote_parts import (
-    PARTS_IN_FLIGHT,
+    COPIED_PARTS_IN_FLIGHT,
     checked,
     gathered,
     in_parts,
@@ -70,7 +70,8 @@ class S3Files(FsspecFiles):
     def renew(self) -> None:
         """Make a new session, which reads profiles and environment again, at the next call."""
         super().renew()
-        self._store = None
+        with self._store_lock:
+            self._store = None
 
     # --- small things ---
 
@@ -168,6 +169,7 @@ class S3Files(FsspecFiles):
             store = self._mover()
             part = part_bytes(size_bytes)
             if store is not None:
+                self.call(path, lambda fs: store.open(bucket))
                 self._through(path, lambda: store.put(bucket, key, guarded(), size_bytes, part))
             elif size_bytes <= part:
                 self.write(path, b"".join(guarded()))
@@ -211,11 +213,12 @@ class S3Files(FsspecFiles):
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
         sent: list[Future[dict[str, Any]]] = []
-        with ThreadPoolExecutor(PARTS_IN_FLIGHT, thread_name_prefix="checkfreq-part") as pool:
+        at_once = COPIED_PARTS_IN_FLIGHT
+        with ThreadPoolExecutor(at_once, thread_name_prefix="checkfreq-part") as pool:
             try:
                 for number, part in enumerate(parts, start=1):
-                    if len(sent) >= PARTS_IN_FLIGHT:
-                        sent[-PARTS_IN_FLIGHT].result()
+                    if len(sent) >= at_once:
+                        sent[-at_once].result()
                     sent.append(pool.submit(send, number, b"".join(part)))
                 done = [job.result() for job in sent]
             except BaseException:

@@ -19,6 +19,8 @@ from dcp_checkfreq import (
 from dcp_checkfreq.errors import BadLocation, PublishUnknown, WriteFailed
 from dcp_checkfreq.storage.open import open_tier
 from dcp_checkfreq.storage.remote import RemoteTier
+from dcp_checkfreq.storage.remote_files import FsspecFiles
+from dcp_checkfreq.storage.remote_options import Options
 from dcp_checkfreq.storage.remote_s3 import S3Files
 
 pytestmark = pytest.mark.slow
@@ -75,13 +77,15 @@ def cause(caught):
 
 
 @pytest.mark.parametrize(
-    ("status", "code"),
+    ("move_with", "status", "code"),
     [
-        (503, "SlowDown"),
-        (500, "InternalError"),
-        (503, "ServiceUnavailable"),
-        (429, "TooManyRequests"),
+        ("auto", 503, "SlowDown"),
+        ("auto", 500, "InternalError"),
+        ("auto", 429, "TooManyRequests"),
+        ("s3fs", 503, "SlowDown"),
+        ("s3fs", 429, "TooManyRequests"),
     ],
+    indirect=["move_with"],
 )
 def test_throttling_and_5xx_anywhere_are_tried_again(proxy, root, uploads, move_with, status, code):
     for what in (is_part, is_commit, lambda r: True):
@@ -189,7 +193,39 @@ def test_a_missing_bucket_fails_at_once_and_is_named(proxy, weed):
     ):
         with pytest.raises(BadLocation, match="no such bucket"):
             work()
+    state = {"w": torch.zeros(9)}
+    with (
+        pytest.raises(BadLocation, match="no such bucket"),
+        Checkpointer("s3://no-bucket/run", state, every=1, storage_options=proxy.options) as ckpt,
+    ):
+        ckpt.restore()
     assert time.monotonic() - started < 5
+
+
+def test_a_save_to_a_missing_bucket_fails_at_once_in_one_line(proxy, move_with):
+    # as S3 answers: HEAD has no body, so only the others say what it is that is missing
+    proxy.rule = lambda r: Break(status=404, code="NoSuchBucket")
+    started = time.monotonic()
+    with pytest.raises(CheckpointException) as caught:
+        save("s3://no-bucket/run/step_1", proxy.options)
+    assert time.monotonic() - started < 10
+    assert isinstance(cause(caught), BadLocation)
+    assert "there is no such bucket" in str(cause(caught))
+    assert "\n" not in str(cause(caught))
+
+
+def test_a_checkpointer_with_wrong_keys_fails_at_once_and_says_nothing_of_them(weed, root, caplog):
+    options = {**weed.options, "secret": "wrong-one"}
+    started = time.monotonic()
+    with (
+        caplog.at_level(logging.DEBUG, "dcp_checkfreq"),
+        pytest.raises(PermissionError, match="access denied") as caught,
+        Checkpointer(root, {"w": torch.zeros(9)}, every=1, storage_options=options) as ckpt,
+    ):
+        ckpt.restore()
+    assert time.monotonic() - started < 5
+    shown = [str(caught.value), *(record.getMessage() for record in caplog.records)]
+    assert not any("wrong-one" in text or KEY in text for text in shown), shown
 
 
 @pytest.fixture
@@ -306,6 +342,30 @@ def test_a_server_without_conditional_writes_is_noticed_and_looked_at_first(moto
     check_load(f"{root}/step_1", moto.options)
 
 
+def test_without_conditional_writes_too_a_commit_whose_answer_is_lost_has_landed(moto, root):
+    moto.rule = lambda r: Break(without_header="if-none-match") if r.method == "PUT" else None
+    open_tier(root, storage_options=moto.options).create("warm", b"", scratch="warm.tmp")
+    moto.reset()
+    moto.rule = first(2, Break(drop_answer=True), is_commit)  # aiohttp sends once more by itself
+    save(f"{root}/step_1", moto.options)
+    assert len(moto.broken) == 2
+    check_load(f"{root}/step_1", moto.options)
+
+
+def test_where_nothing_is_marked_the_content_tells_that_a_commit_has_landed(proxy, root):
+    """As for other stores than S3; the client repeats the request by itself and finds it taken."""
+    tier = RemoteTier(f"{root}/step_1")
+    tier._files = FsspecFiles("s3", Options(proxy.options))
+    tier.create("warm", b"", scratch="warm.tmp")
+    proxy.rule = first(1, Break(drop_answer=True), is_commit)
+    tier.create(".metadata", b"of one attempt", scratch="s.tmp")
+    assert len(proxy.broken) == 1
+    assert proxy.count("PUT", "/.metadata") == 2
+    with pytest.raises(FileExistsError):
+        tier.create(".metadata", b"of another one", scratch="s.tmp")
+    assert tier.read(".metadata") == b"of one attempt"
+
+
 def test_a_server_that_knows_no_conditional_writes_at_all_gets_plain_ones(moto, root):
     moto.rule = lambda r: (
         Break(status=501, code="NotImplemented") if "if-none-match" in r.headers else None
@@ -314,6 +374,9 @@ def test_a_server_that_knows_no_conditional_writes_at_all_gets_plain_ones(moto, 
     check_load(f"{root}/step_1", moto.options)
 
 
+@pytest.mark.parametrize(
+    "move_with", ["auto", pytest.param("s3fs", marks=pytest.mark.long)], indirect=True
+)
 def test_a_server_that_dies_in_mid_save_and_comes_back_gets_the_rest(tmp_path, move_with):
     weed = Weed(tmp_path)
     weed.start()

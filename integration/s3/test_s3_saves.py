@@ -4,15 +4,18 @@ import logging
 import os
 import pickle
 import re
+import tracemalloc
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from servers import BUCKET, KEY, SECRET
+from servers import BUCKET, KEY, SECRET, Break
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, Checkpointer, find_latest_valid
 from dcp_checkfreq.storage.open import open_tier
+from dcp_checkfreq.storage.remote_files import FsspecFiles
+from dcp_checkfreq.storage.remote_options import Options
 
 pytestmark = pytest.mark.slow
 
@@ -88,6 +91,60 @@ def test_what_was_saved_is_loaded_by_us_and_by_stock(weed, root, move_with, monk
     target = empty_of(state)
     dcp.load(target, storage_reader=FsspecReader(f"{root}/step_1", **weed.options))
     assert same(target, state)
+
+
+def test_conditional_writes_are_tried_out_once_for_all_saves_of_a_process(proxy, root):
+    for step in (1, 2, 3):
+        writer = CheckFreqWriter(f"{root}/step_{step}", storage_options=proxy.options)
+        dcp.save(state_of(1), storage_writer=writer)
+    tried = [r for r in proxy.requests if r.method == "PUT" and r.path.endswith(".tmp")]
+    assert [r.headers.get("if-none-match") for r in tried] == [None, "*"]
+    commits = [r for r in proxy.requests if r.method == "PUT" and r.path.endswith("/.metadata")]
+    assert [r.headers.get("if-none-match") for r in commits] == ["*"] * 3
+
+
+@pytest.mark.parametrize("through", ["s3", "fsspec alone"])
+def test_what_another_client_did_meanwhile_is_seen_at_once(weed, root, boto, through):
+    tier = open_tier(root, storage_options=weed.options)
+    if through == "fsspec alone":
+        tier._files = FsspecFiles("s3", Options(weed.options))
+    step_1 = tier.child("step_1")
+    step_1.create(".metadata", b"short", scratch="s.tmp")
+    assert [entry.name for entry in tier.list()] == ["step_1"]
+    assert [(entry.name, entry.size_bytes) for entry in step_1.list()] == [(".metadata", 5)]
+    assert step_1.size(".metadata") == 5
+
+    key = root.removeprefix(f"s3://{BUCKET}/")
+    source = {"Bucket": BUCKET, "Key": f"{key}/step_1/.metadata"}
+    boto.copy_object(Bucket=BUCKET, Key=f"{key}/step_2/.metadata", CopySource=source)
+    assert sorted(entry.name for entry in tier.list()) == ["step_1", "step_2"]
+    boto.put_object(Bucket=BUCKET, Key=f"{key}/step_1/.metadata", Body=b"longer than it was")
+    assert step_1.size(".metadata") == 18
+    assert [(entry.name, entry.size_bytes) for entry in step_1.list()] == [(".metadata", 18)]
+    assert step_1.read(".metadata") == b"longer than it was"
+    boto.delete_object(Bucket=BUCKET, Key=f"{key}/step_1/.metadata")
+    with pytest.raises(FileNotFoundError):
+        step_1.read(".metadata")
+
+
+@pytest.mark.parametrize("move_with", ["auto", "s3fs"])
+def test_an_upload_holds_no_more_parts_than_it_says(proxy, root, move_with, monkeypatch):
+    from dcp_checkfreq.storage.remote_s3 import S3Files
+
+    monkeypatch.setattr(S3Files, "move_with", move_with)
+    # slower than the pieces come, so that as many wait as may
+    proxy.rule = lambda r: Break(delay_s=0.1) if "partNumber" in r.path else None
+    tier = open_tier(f"{root}/step_1", storage_options=proxy.options)
+    tier.create("warm", b"", scratch="warm.tmp")
+    tracemalloc.start()
+    try:
+        tier.write_shard("a", (memoryview(bytes(MIB)) for _ in range(256)), 256 * MIB)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert tier.size("a") == 256 * MIB
+    # Parts of 16 MiB: six under way and one being filled. s3fs has three, each of them twice.
+    assert 3 * 16 * MIB < peak_bytes < (7 if move_with == "auto" else 8) * 16 * MIB + 4 * MIB
 
 
 def test_a_copy_on_another_storage_is_the_same_checkpoint(weed, root, boto, tmp_path):

@@ -1,5 +1,7 @@
 """The tier suite on a real S3 server, with either way to move bytes."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 from servers import BUCKET
 
@@ -26,6 +28,21 @@ class _OnS3(TierSuite):
 
     def make_tier(self, tmp_path):
         return RemoteTier(f"{self.url}/root", self.options)
+
+    def test_of_eight_creators_exactly_one_wins(self, tmp_path):
+        """Fewer turns than the suite's own: SeaweedFS takes a second or two for one."""
+        tier = self.made(tmp_path)
+        for turn in range(4):
+            datas = [f"{turn} by {who}".encode() * (1 + 997 * who) for who in range(8)]
+            with ThreadPoolExecutor(8) as pool:
+                jobs = [
+                    pool.submit(tier.create, f"turn {turn}", data, scratch=f"{turn} {who}")
+                    for who, data in enumerate(datas)
+                ]
+            errors = [job.exception() for job in jobs]
+            (winner,) = [who for who, error in enumerate(errors) if error is None]
+            assert sum(isinstance(error, FileExistsError) for error in errors) == 7, errors
+            assert self.raw_files(tier, tmp_path)[f"turn {turn}"] == datas[winner]
 
     def raw_files(self, tier, tmp_path):
         assert self.uploads(self.url) == []
@@ -63,6 +80,7 @@ class TestAsAnyOtherFileSystem(_OnS3):
 
 class TestWithS3fsAlone(_OnS3):
     move_with = "s3fs"
+    test_of_eight_creators_exactly_one_wins = None  # no other code than with obstore
 
     def test_s3fs_is_what_moves_the_bytes(self, tmp_path):
         assert self.make_tier(tmp_path)._files._mover() is None

@@ -39,7 +39,24 @@ def run(options, root, nvme, steps, *kill_after_s):
     return json.loads(process.stdout.splitlines()[-1])
 
 
-def test_a_kill_in_the_upload_costs_nothing_on_the_same_node(options, root, stored, tmp_path):
+def test_a_kill_in_the_upload_costs_nothing_on_the_same_node(proxy, options, root, tmp_path):
+    nvme = tmp_path / "nvme"
+    slow = {
+        **options,
+        "client_kwargs": {**options["client_kwargs"], "endpoint_url": proxy.endpoint},
+    }
+    proxy.bytes_per_s = 4e6  # 24 MiB in 6 s: the kill is in the midst
+    run(slow, root, nvme, 1, 2.5)
+    assert 0 < proxy.sent_bytes < 24 << 20
+    assert find_latest_valid(root, storage_options=options) is None
+    assert find_latest_valid(root, storage_options=options, staging_dir=nvme).step == 1
+    again = run(options, root, nvme, 0)
+    assert (again["restored"], again["right"]) == (1, True)
+    assert find_latest_valid(root, storage_options=options, depth="digest").step == 1
+
+
+@pytest.mark.long
+def test_kills_at_many_moments_cost_nothing_on_the_same_node(options, root, stored, tmp_path):
     nvme = tmp_path / "nvme"
     assert run(options, root, nvme, 2)["restored"] == 0
     seen = set()

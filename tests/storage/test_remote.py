@@ -199,6 +199,16 @@ def test_an_address_where_nobody_listens_is_an_error_after_the_time_for_tries(ca
     assert any("trying again" in record.getMessage() for record in caplog.records)
 
 
+@pytest.mark.parametrize("outer", ["endpoint_url", "client_kwargs"])
+def test_credentials_in_an_endpoint_are_refused_and_not_shown(outer, caplog):
+    url = "http://me:SEKRET@127.0.0.1:1"
+    given = url if outer == "endpoint_url" else {"endpoint_url": url}
+    tier = RemoteTier("s3://bucket/x", {outer: given})
+    with pytest.raises(BadLocation, match="key= and secret=") as caught:
+        tier.list()
+    assert "SEKRET" not in str(caught.value) + repr(tier) + caplog.text
+
+
 def test_importing_the_package_imports_no_client():
     code = (
         "import sys, dcp_checkfreq.storage.open, dcp_checkfreq.writer\n"
