@@ -71,7 +71,8 @@ def renewed(baseline: Baseline, seen: IntervalSeen, max_overhead: float) -> tupl
     new = seen.unloaded
     if not new.steps:
         older = replace(baseline, age_saves=baseline.age_saves + 1)
-        if most.steps >= GAP_STEPS and change_s(baseline, most, max_overhead) < 0:
+        enough = min(GAP_STEPS, baseline.pace.steps)  # a short profile had fewer
+        if most.steps >= enough and change_s(baseline, most, max_overhead) < 0:
             return replace(older, paces=(most,)), True
         return older, False
     paces, changed = (*baseline.paces, new)[-_KEPT:], False

@@ -213,7 +213,8 @@ def observe(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
     surely = needs.without_baseline if doubtful else needs.surely
     if surely > k:
         grown = surely if doubtful else needs.likely
-        tuning = replace(tuning, interval_steps=grown, shrinking=False)
+        warming = tuning.warming and len(tuning.recent) == 1  # else k is from what was judged
+        tuning = replace(tuning, interval_steps=grown, shrinking=False, warming=warming)
         return tuning, _decision(tuning, overhead, f"k {k} -> {grown}: save cost {saw}")
 
     why = ""

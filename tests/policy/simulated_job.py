@@ -52,6 +52,7 @@ class Job:
     seed: int = 0
     odd: dict = field(default_factory=dict)  # step -> seconds more, once; in a save as well
     profile: dict = field(default_factory=dict)  # of its costs: what was not as in later saves
+    base_steps: int = 10
     p: float = 0.035
     mtbf_s: float | None = None
     mode: Mode | None = None
@@ -62,9 +63,12 @@ class Job:
         self.now, self.step, self.saves = 0.0, 0, 0
         self.flight, self.iterations = None, []
         self.decisions, self.overheads, self.save_steps = [], [], []
+        self.published_steps, self.queued = [], []  # of every save: when it was; for how long the
+        # loop waited to start it
         self.tuning = start(
             replace(self.warm_costs(), **self.profile),
             max_overhead=self.p, mtbf_s=self.mtbf_s, mode=self.mode,
+            base_steps=self.base_steps,
         )  # fmt: skip
         self.decision = opening(self.tuning)
 
@@ -149,6 +153,7 @@ class Job:
         self.hear()
         self.saves += 1
         self.save_steps.append(self.step)
+        self.queued.append(queued)
         blocking = self.decision.mode is Mode.BLOCKING
         copy_s = self.about(self.tc * (1.0 if blocking else self.contention(self.saves)))
         persist_s = self.about(self.ts(self.saves))
@@ -164,7 +169,7 @@ class Job:
         self.flight.seen = SaveSeen(
             interval=summarise(self.iterations), mode=self.mode_now, copy_s=self.copy_s,
             persist_s=self.persist_s, copied_bytes=10**9, state_bytes=10**9,
-            is_first=self.saves == 1,
+            is_first=self.saves == 1, call_s=self.blocked(self.saves),
         )  # fmt: skip
         self.iterations = []
 
@@ -175,6 +180,7 @@ class Job:
             return
         self.tuning, self.decision = observe(self.tuning, flight.seen)
         self.decisions.append(self.decision)
+        self.published_steps.append(self.step)
         if self.decision.overhead_seen is not None:
             self.overheads.append(self.decision.overhead_seen)
         flight.seen = None

@@ -63,6 +63,13 @@ def test_faster_iterations_beside_a_save_show_that_it_is_too_slow():
     assert (changed, slower.iteration_s) == (False, 1.0)  # that is what saves may do
 
 
+def test_faster_iterations_replace_a_profile_of_fewer_than_they_are():
+    baseline, changed = after(baseline_of(1e6, 1), interval(beside=[1.0]))
+    assert (changed, baseline.iteration_s) == (True, 1.0)
+    baseline, changed = after(baseline_of(1e6, 10), interval(beside=[1.0]))
+    assert (changed, baseline.iteration_s) == (False, 1e6)
+
+
 def test_noise_alone_is_seldom_taken_for_a_change_and_its_size_is_found():
     changes, noises = 0, []
     for seed in range(60):

@@ -9,6 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_checkfreq.policy.baseline import Baseline
+from dcp_checkfreq.policy.costs import Costs
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.judged import (
     KEPT,
@@ -16,6 +17,8 @@ from dcp_checkfreq.policy.judged import (
     estimate,
     judge,
     second,
+    swings,
+    warmer,
     without_outdated,
 )
 from dcp_checkfreq.policy.seen import Iteration, Pace, SaveSeen, summarise
@@ -130,3 +133,38 @@ def test_the_second_highest():
     assert second([]) == second([7.0]) == 0.0
     assert second([7.0, 3.0]) == 3.0
     assert second([1.0, 9.0, 2.0]) == 2.0
+
+
+@pytest.mark.parametrize(
+    ("values", "found"),
+    [
+        ([], False),
+        ([3.0], False),
+        ([3.0, 3.0, 9.0, 3.0, 3.0], False),  # one outlier
+        ([3.0, 9.0, 9.0, 9.0, 3.0, 3.0, 3.0, 3.0], False),  # a busy period
+        ([9.0, 9.0, 9.0, 9.0, 3.0, 3.0], False),
+        ([3.0, 9.0, 3.0, 3.0, 9.0, 3.0], True),
+        ([9.0, 3.0, 3.0, 3.0, 3.0, 9.0], True),
+        ([3.0, 3.2, 3.0, 3.2, 3.1, 3.2], False),  # noise
+    ],
+)
+def test_values_swing_if_high_ones_come_back(values, found):
+    assert swings(values) is found
+
+
+def test_what_a_save_did_faster_than_a_cold_profile_is_kept_and_what_it_did_slower_is_not():
+    cold = Costs(
+        iteration_s=1.0, update_s=0.1, snapshot_gpu_s=2.0, snapshot_cpu_s=5.0, persist_s=30.0,
+        state_bytes=1, gpu_used_bytes=0, gpu_total_bytes=0, call_s=1.0,
+    )  # fmt: skip
+    seen = replace(save_of(beside(1.0), copy=0.5, persist=40.0), call_s=0.25)
+    assert warmer(cold, seen) == replace(cold, snapshot_cpu_s=0.5, call_s=0.25)
+    on_gpu = replace(save_of(beside(1.0), copy=0.5, persist=4.0, mode=Mode.GPU), call_s=3.0)
+    assert warmer(cold, on_gpu) == replace(
+        cold, snapshot_gpu_s=0.5, snapshot_cpu_s=4.0, persist_s=0.0
+    )  # the copy to the host is part of what was seen, and not known by itself
+    assert warmer(cold, replace(on_gpu, persist_s=40.0)) == replace(cold, snapshot_gpu_s=0.5)
+    for broken in (float("nan"), -1.0, float("inf")):
+        odd = replace(seen, copy_s=broken, persist_s=broken, call_s=broken)
+        assert warmer(cold, odd).snapshot_cpu_s == 5.0
+        assert warmer(cold, odd).call_s == 1.0
