@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 
 from arms_data import DATA_ARMS
 from benches import Options, Report
 from launch import run_workers
 from resumes_data import NEEDS, RESUME_ARMS
 
+PACKAGES = ("torchdata", "mosaicml-streaming", "nvidia-dali-cuda120", "numpy", "pillow")
 TORCH_ARMS = tuple(name for name, arm in DATA_ARMS.items() if not arm.dali)
 # Each load is a process of its own; DALI's threads are not to be there when workers are forked.
 LOADS = {
@@ -35,9 +38,18 @@ def data_bench(options: Options, workers: str) -> list[Report]:
     for count in (int(text) for text in workers.split(",")):
         with options.scratch() as folder:
             result = run_workers(options.spec(job, folder, arms, workers=count))
-            more = {"case_of": "workers", "skipped": skipped}
+            more = {"case_of": "workers", "skipped": skipped, "peers": _versions()}
             reports.append(options.report("data", str(count), folder, result, more=more))
     return reports
+
+
+def _versions() -> dict[str, str]:
+    """Return the versions of what ours is compared with, where it is installed."""
+    found = {}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            found[name] = version(name)
+    return found
 
 
 def _missing(name: str) -> str | None:
