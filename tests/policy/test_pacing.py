@@ -1,0 +1,151 @@
+"""The pacer of a tuned run: what it hands to the tuner, what it stores, and when a save is due."""
+
+from dataclasses import replace
+
+import pytest
+
+from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.pacing import Facts, facts_of, tuned_pacer
+from dcp_checkfreq.policy.costs import PROFILE_STEPS
+from dcp_checkfreq.policy.interval import Mode
+from dcp_checkfreq.policy.seen import Iteration
+from dcp_checkfreq.saving import Measured
+from dcp_checkfreq.testing import MemoryTier
+
+
+@pytest.fixture
+def agree():
+    one = Agreement(timeout_s=10.0)
+    yield one
+    one.close()
+
+
+@pytest.fixture
+def pacer_of(agree):
+    root = MemoryTier()
+
+    def make(max_overhead=0.035, mtbf_s=None, steps_per_epoch=None):
+        return tuned_pacer(
+            root, agree, ["a job"], max_overhead=max_overhead, mtbf_s=mtbf_s,
+            steps_per_epoch=steps_per_epoch, mode=None,
+        )  # fmt: skip
+
+    return make
+
+
+def iterations(steps, seconds=1.0, loaded=False):
+    return [
+        Iteration(seconds=seconds, blocked_s=0.0, waited_s=0.0, update_s=0.1, loaded=loaded)
+    ] * steps
+
+
+def profile(steps=50, copy=0.5, persist=3.0, call=0.0, gpu_bytes=(0, 0)):
+    measured = Measured(
+        Mode.BLOCKING, copied_bytes=10, written_bytes=10, state_bytes=10, copy_s=copy,
+        persist_s=persist, call_s=call,
+    )  # fmt: skip
+    return facts_of(iterations(steps), measured, gpu_bytes, is_first=True)
+
+
+def later(steps, call=0.0, is_first=False):
+    measured = Measured(
+        Mode.CPU, copied_bytes=10, state_bytes=10, copy_s=0.5, persist_s=3.0, call_s=call
+    )
+    rows = [*iterations(min(steps, 4), loaded=True), *iterations(max(0, steps - 4))]
+    rows[0] = replace(rows[0], blocked_s=call)
+    return facts_of(rows, measured, (0, 0), is_first=is_first)
+
+
+def decide(pacer, *ranks):
+    pacer.saving()
+    pacer.hear(pacer.decide(1, list(ranks)))
+    return pacer.interval_steps
+
+
+def run(pacer, call=0.0):
+    """See one cold save and three that are judged: what the profile said is confirmed then."""
+    for number in range(4):
+        decide(pacer, later(pacer.interval_steps, call, is_first=number == 0))
+
+
+# --- what the tuner is told ---
+
+
+def test_the_baseline_has_the_weight_of_the_iterations_that_were_measured(pacer_of):
+    pacer = pacer_of()
+    decide(pacer, profile(steps=49), profile(steps=37), profile(steps=50))
+    assert pacer._tuning.baseline.pace.steps == 37
+
+
+def test_what_the_call_took_is_part_of_the_first_interval_but_not_beside_a_gpu(pacer_of):
+    assert decide(pacer_of(), profile(call=0.7)) == 20
+    facts = profile(call=0.7, gpu_bytes=(1, 10))  # the GPU has work while the host is busy
+    assert facts.costs.call_s == 0.0
+    assert facts.seen.call_s == 0.7
+
+
+def test_a_failed_save_says_no_costs():
+    measured = Measured(Mode.BLOCKING, failed=True)
+    facts = facts_of(iterations(5), measured, (0, 0), is_first=True)
+    assert isinstance(facts, Facts)
+    assert facts.costs is None
+
+
+# --- when a save is due ---
+
+
+def due_after(pacer):
+    for steps in range(1, 2000):
+        pacer.counted()
+        if pacer.is_due(steps):
+            return steps
+    return None
+
+
+def test_after_a_profile_the_first_save_is_early_and_the_one_after_it_is_not(pacer_of):
+    pacer = pacer_of()
+    assert decide(pacer, profile(persist=300.0)) == 301
+    assert due_after(pacer) == PROFILE_STEPS
+    pacer.saving()
+    assert pacer.interval_steps == 301
+    assert due_after(pacer) == 301  # the save is still under way
+
+
+def test_after_the_early_save_the_interval_is_that_of_warm_buffers(pacer_of):
+    pacer = pacer_of()
+    decide(pacer, profile(persist=300.0))
+    assert decide(pacer, later(PROFILE_STEPS, is_first=True)) == 4
+    assert due_after(pacer) == 4
+
+
+# --- what is stored ---
+
+
+def test_an_interval_is_taken_over_under_the_same_budget_and_failure_rate_only(pacer_of):
+    pacer = pacer_of(mtbf_s=1e5)
+    decide(pacer, profile(call=0.5))
+    run(pacer, call=0.5)
+    k = pacer.interval_steps
+    assert k == 316  # sqrt(2 * 0.5 * 1e5)
+    assert pacer_of(mtbf_s=1e5).interval_steps == k
+    for other in ({"mtbf_s": None}, {"mtbf_s": 1e7}, {"mtbf_s": 1e5, "max_overhead": 0.01}):
+        assert pacer_of(**other)._tuning.warming
+    assert pacer_of(mtbf_s=None).interval_steps < k
+
+
+def test_an_interval_from_the_first_save_alone_is_checked_after_a_restart_too(pacer_of):
+    decide(pacer_of(), profile(persist=1e6))  # a clock that jumped
+    again = pacer_of()
+    assert again.interval_steps == 1_000_000
+    assert due_after(again) == PROFILE_STEPS
+    assert decide(again, later(PROFILE_STEPS, is_first=True)) == 4
+
+
+def test_an_interval_that_later_saves_confirm_is_stored_as_that(pacer_of):
+    pacer = pacer_of()
+    decide(pacer, profile())
+    run(pacer)
+    assert pacer.interval_steps == 4
+    again = pacer_of()
+    assert again.interval_steps == 4
+    assert not again._tuning.warming
