@@ -41,6 +41,7 @@ class S3Files(FsspecFiles):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._store: remote_obstore.Store | None = None
+        self._told = False
 
     def make_locks(self) -> None:
         """Make the locks of this object, also anew after a fork."""
@@ -139,12 +140,20 @@ class S3Files(FsspecFiles):
 
     def _mover(self) -> remote_obstore.Store | None:
         """Return what moves bytes faster than s3fs does; None if it cannot be used here."""
-        if self.move_with != "auto" or not remote_obstore.usable():
+        if self.move_with != "auto":
             return None
-        with self._store_lock:
-            if self._store is None or self._store.pid_differs():
-                self._store = remote_obstore.Store(self.fs, self.options, self.retry_for_s)
-            return self._store if self._store.fits else None
+        why_not = "it is not installed, or was used before a fork"
+        if remote_obstore.usable():
+            with self._store_lock:
+                if self._store is None or self._store.pid_differs():
+                    self._store = remote_obstore.Store(self.fs, self.options, self.retry_for_s)
+                if self._store.fits:
+                    return self._store
+            why_not = "an option has no counterpart there"
+        if not self._told:
+            self._told = True
+            _log.info("s3fs moves the bytes, not obstore: %s", why_not)
+        return None
 
     def upload(self, path: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
         """Write a new object; after any error no object, and no upload, is left.

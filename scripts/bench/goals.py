@@ -136,6 +136,9 @@ GOALS = (
          place="s3", top=Figure("ours", "extra_peak_bytes"), bound=256 * MIB, worst=True),
     Goal(text="reshard from S3, bytes read / needed", bench="s3_reshard", state="gpt", place="s3",
          ranks="4->2", top=Figure("ours", "counted_per_needed"), bound=1.05),
+    Goal(text="staged, store at 20 MB/s, training held up, x local disk", bench="staged",
+         state="gpt", place="s3", top=Figure("staged", "blocked_s"),
+         under=Figure("local", "blocked_s"), bound=1.1),
 )  # fmt: skip
 
 

@@ -18,7 +18,10 @@ from spec import Samples
 
 SCHEMA = "dcp_checkfreq.bench/1"
 # ratios are given against these
-REFERENCE_ARMS = ("stock", "stock_t1", "limit", "limit_direct", "dataloader", "dali_native")
+REFERENCE_ARMS = (
+    "stock", "stock_t1", "stock_fsspec", "s3torch", "limit", "limit_direct", "limit_http",
+    "dataloader", "dali_native",
+)  # fmt: skip
 
 
 def make_report(

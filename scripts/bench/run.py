@@ -26,6 +26,7 @@ from benches import (
 )
 from benches_data import LOADS, data_bench
 from benches_s3 import s3_bench
+from benches_staged import staged_bench
 from report import print_report, read_reports, save_reports
 from states import SCALES, STATES
 
@@ -113,6 +114,17 @@ def s3(
     """Save, load and reshard on an S3 server that is started here: SeaweedFS."""
     options = _options(state, Place.disk, folder, ranks, repeats, scale, arms, seed)
     _finish(s3_bench(options, cases), out)
+
+
+@app.command()
+def staged(
+    out: Out, state: StateOf = StateName.gpt, folder: Folder = None, ranks: RankCount = 1,
+    repeats: Repeats = 5, scale: ScaleOf = Scale.full, arms: Arms = "", seed: Seed = 0,
+) -> None:  # fmt: skip
+    """Saves to an S3 server that takes 20 MB/s: how long training is held up, when it is saved."""
+    _finish(
+        staged_bench(_options(state, Place.disk, folder, ranks, repeats, scale, arms, seed)), out
+    )
 
 
 @app.command()

@@ -12,6 +12,7 @@ from harness import Ranks
 from jobs_async import first_job, slowdown_job
 from jobs_data import data_job, resume_job
 from jobs_s3 import s3_load_job, s3_prepare_job, s3_save_job
+from jobs_staged import staged_job
 from jobs_storage import load_job, prepare_job, save_first_job, save_job
 from spec import Spec
 
@@ -25,6 +26,7 @@ JOBS: dict[str, Callable[[Spec, Ranks], dict[str, Any]]] = {
     "s3_save": s3_save_job,
     "s3_prepare": s3_prepare_job,
     "s3_load": s3_load_job,
+    "staged": staged_job,
     "data": data_job,
     "data_resume": resume_job,
 }
