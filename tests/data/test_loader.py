@@ -259,6 +259,13 @@ def tell_worker(number):
     torch.utils.data.get_worker_info().dataset.dataset.length = -number
 
 
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.parametrize("workers", [0, 1])
+def test_batches_are_in_pinned_memory_if_asked(workers):
+    loader = ResumableLoader(Ids(20), 4, num_workers=workers, pin_memory=True)
+    assert all(batch.is_pinned() for batch in loader)
+
+
 @pytest.mark.slow  # spawned workers import torch anew
 def test_options_of_dataloader_go_through():
     loader = loader_of(

@@ -69,7 +69,7 @@ def samples_of(batch, valid=None):
     return [
         (
             int(batch["label"][i]),
-            batch["image"][i].numpy().tobytes(),
+            batch["image"][i].cpu().numpy().tobytes(),
             tuple(batch["u"][i].tolist()),
         )
         for i in range(count)

@@ -78,6 +78,32 @@ def test_on_other_ranks_batches_and_depths_every_pixel_is_the_same(paths, epochs
     assert json.loads(state["state"])["epoch"] == 2
 
 
+no_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.mark.parametrize(
+    ("device_id", "decoder"), [(None, "cpu"), pytest.param(0, "mixed", marks=no_gpu)]
+)
+def test_order_and_random_numbers_are_the_same_on_other_ranks_on_any_device(
+    paths, epochs, device_id, decoder
+):
+    @pipeline_def
+    def images(source):
+        path, label, u = source.inputs()
+        image = fn.decoders.image(fn.io.file.read(path), device=decoder)
+        return fn.resize(image, size=(12, 12)), label, u
+
+    def made(source, most, **options):
+        return images(source, batch_size=most, num_threads=1, device_id=device_id, **options)
+
+    found, state = [], None
+    for world, batch_size, steps in ((2, 8, 3), (3, 5, 2), (1, 16, None)):
+        job = Job(world, paths, batch_size, state, seed=3, build=made, outputs=OUTPUTS[:3])
+        samples, state = job.run(steps)
+        found += samples
+    assert sorted((s[0], s[2]) for s in found) == sorted((s[0], s[2]) for s in epochs[0])
+
+
 LAUNCHES = st.lists(
     st.tuples(
         st.integers(1, 4),  # ranks

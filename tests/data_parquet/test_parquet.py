@@ -114,6 +114,22 @@ def test_what_was_read_ahead_is_not_counted(source, workers, ahead):
     assert once(first + ids_of(again))
 
 
+def test_cut_after_any_batch_the_next_one_is_the_one_that_would_have_come(tmp_path):
+    """Case 37: within row groups, at their borders, over empty ones and empty files."""
+    write_files(tmp_path, [[1000, 1, 0, 7], [0], [], [5]])
+    source = ParquetSource(tmp_path, lanes=2)
+    whole = ResumableParquetLoader(source, 9, batches_ahead=4)
+    batches, states = [], [whole.state_dict()]
+    for batch in whole:
+        batches.append(batch["id"].tolist())
+        states.append(whole.state_dict())
+    assert once(flat(batches), 1013)
+    for state, batch in zip(states, batches, strict=False):
+        again = ResumableParquetLoader(source, 9, batches_ahead=0)
+        again.load_state_dict(state)
+        assert next(iter(again))["id"].tolist() == batch
+
+
 def test_workers_may_be_spawned(source):
     options = {"num_workers": 1, "multiprocessing_context": "spawn"}
     loader = ResumableParquetLoader(source, 60, transform=draws, collate_fn=list, **options)
