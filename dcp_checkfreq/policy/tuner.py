@@ -188,7 +188,8 @@ def observe(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
     - Else it stays; a gap is asked for when the baseline is old.
     """
     if not seen.interval.steps:
-        return replace(tuning, gap_steps=0), _decision(tuning, None, "nothing was seen")
+        tuning = replace(tuning, gap_steps=0)
+        return tuning, _decision(tuning, None, "nothing was seen")
     tuning = _learned(tuning, seen.interval)
     if seen.is_first or seen.failed:
         tuning = replace(tuning, gap_steps=0)

@@ -9,7 +9,8 @@ from simulated_job import Job, steady, stepped
 
 from dcp_checkfreq.policy.costs import PROFILE_STEPS
 from dcp_checkfreq.policy.interval import MAX_INTERVAL_STEPS, Mode, interval_steps
-from dcp_checkfreq.policy.tuner import opening, start
+from dcp_checkfreq.policy.seen import SaveSeen, summarise
+from dcp_checkfreq.policy.tuner import observe, opening, start
 
 BUDGET = 0.035
 FEW = settings(max_examples=40)
@@ -122,6 +123,17 @@ def test_the_first_save_after_a_profile_comes_early_and_only_that_one():
     assert job.decision.gap_steps == PROFILE_STEPS - 200
     job.run(4)
     assert job.save_steps[:3] == [PROFILE_STEPS, PROFILE_STEPS + 200, PROFILE_STEPS + 400]
+
+
+def test_the_early_save_is_not_asked_for_again_if_nothing_was_seen_of_it():
+    job = Job(profile={"persist_s": 300.0})
+    seen = SaveSeen(
+        interval=summarise([]), mode=Mode.CPU, copy_s=0.5, persist_s=3.0, copied_bytes=1,
+        state_bytes=1,
+    )  # fmt: skip
+    tuning, decision = observe(job.tuning, seen)
+    assert job.decision.gap_steps < 0
+    assert tuning.gap_steps == decision.gap_steps == 0
 
 
 def test_an_interval_of_an_earlier_run_is_not_taken_for_a_cold_one():
