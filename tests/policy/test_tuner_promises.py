@@ -51,7 +51,8 @@ def test_a_crash_loses_no_more_than_was_said(job):
     job.run(70)
     settled = slice(40, None)
     for lost, said in zip(lost_steps(job)[settled], said_steps(job)[settled], strict=True):
-        assert lost <= said * (1 + job.noise) + 1e-6
+        # with noise an iteration more may fit beside a save
+        assert lost <= said * (1 + job.noise) + (1 if job.noise else 1e-6)
 
 
 def test_a_gap_at_the_shortest_interval_is_lost_work_and_is_said():
