@@ -346,9 +346,7 @@ class Checkpointer:
                 self._measured.blocked_s = self._clock.monotonic_s() - begun_s
                 self._finish_in_flight(must_raise=True)
         finally:
-            self._times.resumed(
-                is_loaded=self._saver.is_running, is_copying=self._saver.is_copying
-            )
+            self._times.resumed(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
 
     def wait_for_snapshot(self) -> None:
         """Return once parameters and optimizer state may change outside of ``optimizer.step``.

@@ -386,7 +386,7 @@ class Saver:
                 return error, None
             try:
                 return error, self._decide(job.step, facts)
-            except Exception as failed:
+            except Exception as failed:  # noqa: BLE001  whatever it is, all ranks hear of it
                 # Told like a failed save, so that all ranks hear of it at the same step.
                 _log.exception("step %d: when to save next could not be decided", job.step)
                 return error or failed, None

@@ -390,7 +390,7 @@ def test_a_loader_that_is_let_go_ends_its_workers_and_threads_at_once(source):
         assert any("checkfreq-data" in thread.name for thread in threading.enumerate())
         del live, loader
         assert multiprocessing.active_children() == []
-        assert not any("checkfreq" in thread.name for thread in threading.enumerate())
+        assert not any("checkfreq-data" in thread.name for thread in threading.enumerate())
     finally:
         gc.enable()
 

@@ -248,7 +248,7 @@ def test_a_loader_that_is_let_go_ends_its_workers_and_threads_and_closes_its_fil
         assert len(multiprocessing.active_children()) == 2
         del live, loader
         assert multiprocessing.active_children() == []
-        assert not any("checkfreq" in thread.name for thread in threading.enumerate())
+        assert not any("checkfreq-data" in thread.name for thread in threading.enumerate())
     finally:
         gc.enable()  # an open file would be a ResourceWarning, which is an error here
 
