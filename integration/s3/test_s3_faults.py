@@ -39,14 +39,14 @@ def state_of(mib=40):
     return {"large": torch.arange(mib * MIB // 4, dtype=torch.int32), "step": 7}
 
 
-def save(url, options, **more):
-    dcp.save(state_of(), storage_writer=CheckFreqWriter(url, storage_options=options, **more))
+def save(url, options, mib=40):
+    dcp.save(state_of(mib), storage_writer=CheckFreqWriter(url, storage_options=options))
 
 
-def check_load(url, options):
-    target = {"large": torch.zeros(40 * MIB // 4, dtype=torch.int32), "step": 0}
+def check_load(url, options, mib=40):
+    target = {"large": torch.zeros(mib * MIB // 4, dtype=torch.int32), "step": 0}
     dcp.load(target, storage_reader=CheckFreqReader(url, storage_options=options))
-    assert torch.equal(target["large"], state_of()["large"])
+    assert torch.equal(target["large"], state_of(mib)["large"])
 
 
 def first(times, how, match):
@@ -91,9 +91,9 @@ def test_throttling_and_5xx_anywhere_are_tried_again(proxy, root, uploads, move_
     for what in (is_part, is_commit, lambda r: True):
         url = f"{root}/{proxy.port}-{id(what)}"
         proxy.rule = first(2, Break(status=status, code=code), what)
-        save(url, proxy.options)
+        save(url, proxy.options, mib=20)
         proxy.rule = first(2, Break(status=status, code=code), lambda r: r.method == "GET")
-        check_load(url, proxy.options)
+        check_load(url, proxy.options, mib=20)
     assert len(proxy.broken) == 12
     assert uploads(root) == []
 

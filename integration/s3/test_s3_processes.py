@@ -13,9 +13,11 @@ import torch
 from servers import BUCKET, KEY, SECRET, Break
 from torch.utils.data import DataLoader, Dataset
 
+from dcp_checkfreq import Checkpointer
 from dcp_checkfreq.clock import SystemClock
 from dcp_checkfreq.recovery.clean import clean_root
 from dcp_checkfreq.storage.open import open_tier
+from dcp_checkfreq.testing import ManualClock
 
 pytestmark = [
     pytest.mark.slow,
@@ -176,10 +178,14 @@ dcp.save({"w": torch.zeros(25_000_000)}, storage_writer=writer)
     tier = open_tier(root, storage_options=weed.options)
     now_s = SystemClock().wall_s()
     assert clean_root(tier, now_s=now_s) == [], "it may still be at work"
-    (removed,) = clean_root(tier, now_s=now_s + 100)
-    assert removed.startswith("step_1/__0_")
+    (key,) = uploads(root)
+    assert "/step_1/__0_" in key
+    later = ManualClock(wall_s=now_s + 100)
+    state, options = {"w": torch.zeros(9)}, weed.options
+    with Checkpointer(root, state, every=1, storage_options=options, clock=later) as ckpt:
+        assert ckpt.restore() is None
     assert uploads(root) == []
-    assert tier.list() == []
+    assert "step_1" not in [entry.name for entry in tier.list()]
 
 
 def test_uploads_of_others_are_left_alone(root, weed, boto, uploads):
