@@ -72,7 +72,7 @@ def run(folder, number, kind, rng, *, kill):
             agent.wait(60)
 
 
-@pytest.mark.parametrize("kind", ["parquet", "tar"])
+@pytest.mark.parametrize("kind", ["parquet", pytest.param("tar", marks=pytest.mark.long)])
 def test_killed_at_random_moments_on_changing_ranks_each_item_counts_once(tmp_path, kind):
     data = tmp_path / "data"
     data.mkdir()

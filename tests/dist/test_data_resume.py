@@ -106,7 +106,7 @@ class Launch:
                     yield int(step), int(epoch), int(item), draw
 
 
-@pytest.mark.parametrize("seed", [1, 2])
+@pytest.mark.parametrize("seed", [1, pytest.param(2, marks=pytest.mark.long)])
 def test_killed_at_random_moments_on_changing_ranks_each_item_counts_once(tmp_path, seed):
     rng = random.Random(seed)
     launches = []
