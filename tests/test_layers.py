@@ -71,6 +71,7 @@ PURE = {
     "policy/costs",
     "policy/interval",
     "policy/judged",
+    "policy/needs",
     "policy/profile",
     "policy/retention",
     "policy/seen",

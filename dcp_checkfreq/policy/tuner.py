@@ -29,26 +29,29 @@ from dcp_checkfreq.policy.interval import (
     finish_s,
     forecast,
     interval_steps,
-    least_waste_interval_steps,
     stall_s,
     steps_for,
 )
 from dcp_checkfreq.policy.judged import (
     KEPT,
     Judged,
-    estimate,
     judge,
     second,
-    swings,
     warmer,
     without_outdated,
 )
+from dcp_checkfreq.policy.needs import (
+    CLEARLY,
+    FEW,
+    SOME,
+    SURE,
+    Limits,
+    Needs,
+    needed_steps,
+    needs_of,
+)
 from dcp_checkfreq.policy.seen import IntervalSeen, SaveSeen, cost_per_save_s
 
-_FEW = 3  # two of the last three saves must agree before the interval grows
-_SOME = 5  # the last five saves must be done within an interval before it shrinks to that
-_SURE = 2.0  # standard errors of a cost that are not acted on
-_CLEARLY = 1.25  # it begins to shrink when even costs this much higher would need less
 USUAL_BASE_STEPS = 10  # iterations of a profile of which that is not known
 _GAP_EVERY_SAVES = 8  # a baseline is renewed at least this often
 # Then copies are blocking for so many saves, and for twice as many with every further time: what
@@ -93,6 +96,11 @@ class Tuning:
     next_blocking_saves: int = _FIRST_BLOCKING_SAVES
     warming: bool = False
     cold_stall_s: float = 0.0
+
+    @property
+    def limits(self) -> Limits:
+        """What the user allows and expects."""
+        return Limits(max_overhead=self.max_overhead, mtbf_s=self.mtbf_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -278,7 +286,7 @@ def _warm_interval(tuning: Tuning) -> int:
         if known:
             least_s, error_s = min(known)
             cost_s = max(cost_s, least_s)
-    clearly = _interval(tuning, max(_CLEARLY * cost_s, cost_s + _SURE * error_s), _CLEARLY * left_s)
+    clearly = _interval(tuning, max(CLEARLY * cost_s, cost_s + SURE * error_s), CLEARLY * left_s)
     k = tuning.interval_steps
     return _interval(tuning, cost_s, left_s) if clearly < k else k
 
@@ -297,7 +305,7 @@ def _with_costs(tuning: Tuning, seen: SaveSeen) -> Tuning:
     if tuning.warming:
         costs = warmer(tuning.costs, seen)
     else:
-        persist_s = statistics.median(judged.persist_s for judged in tuning.recent[-_SOME:])
+        persist_s = statistics.median(judged.persist_s for judged in tuning.recent[-SOME:])
         if seen.mode is Mode.GPU:  # the copy to the host is part of what was seen
             persist_s = max(0.0, persist_s - tuning.costs.snapshot_cpu_s)
         costs = replace(tuning.costs, persist_s=persist_s)
@@ -339,56 +347,12 @@ def _longest_s(tuning: Tuning) -> float:
     return max(judged.finish_s for judged in tuning.recent)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Needs:
-    """Intervals that the last saves need: at least, by the best estimate, and at most.
-
-    ``enough`` is like the best estimate, but long enough for the longest of the last saves; so is
-    ``at_most``. An interval shrinks only so far. ``without_baseline`` counts only what needs none:
-    standing still, and unfinished saves. ``known`` says that there are enough of them to shrink.
-    """
-
-    surely: int
-    likely: int
-    enough: int
-    at_most: int
-    without_baseline: int
-    known: bool
-
-
-def _needs(tuning: Tuning) -> _Needs:
-    recent = tuning.recent
-    cost = estimate(recent, tuning.baseline)
-    error_s = _SURE * cost.error_s
-    lefts = [judged.left_s for judged in recent]
-    unfinished_s = second(lefts if swings(lefts) else lefts[-_FEW:])
-    left_s = max(unfinished_s, second(lefts[-_SOME:]))
-    longest_s = max(lefts if swings(lefts) else lefts[-_SOME:])
-    # Standing still is measured directly: two saves that did, a judged and a cold one, are enough.
-    stood_s = statistics.median_low(judged.stall_s for judged in recent[-_FEW:])
-    first_s = 0.0
-    if len(recent) == 1:
-        first_s = stood_s = min(stood_s, tuning.cold_stall_s)
-    first = _interval(tuning, first_s, 0.0)
-    first_surely = _interval(tuning, first_s / _CLEARLY, 0.0)
-    return _Needs(
-        surely=max(first_surely, _interval(tuning, cost.cost_s - error_s, unfinished_s)),
-        likely=max(first, _interval(tuning, cost.cost_s, left_s)),
-        enough=_interval(tuning, cost.cost_s, longest_s),
-        at_most=_interval(
-            tuning, max(_CLEARLY * cost.cost_s, cost.cost_s + error_s), _CLEARLY * longest_s
-        ),
-        without_baseline=max(first_surely, _interval(tuning, stood_s, unfinished_s)),
-        known=sum(judged.cost_s is not None for judged in recent) >= _FEW,
-    )
+def _needs(tuning: Tuning) -> Needs:
+    return needs_of(tuning.recent, tuning.baseline, tuning.limits, cold_stall_s=tuning.cold_stall_s)
 
 
 def _interval(tuning: Tuning, cost_s: float, left_s: float) -> int:
-    base_s = tuning.baseline.iteration_s
-    shortest = steps_for(left_s, cost_s, base_s, tuning.max_overhead)
-    if tuning.mtbf_s is None:
-        return shortest
-    return max(shortest, least_waste_interval_steps(cost_s, base_s, tuning.mtbf_s))
+    return needed_steps(cost_s, left_s, tuning.baseline.iteration_s, tuning.limits)
 
 
 def _baseline_doubtful(tuning: Tuning, interval: IntervalSeen) -> bool:
@@ -399,7 +363,7 @@ def _baseline_doubtful(tuning: Tuning, interval: IntervalSeen) -> bool:
     last = tuning.recent[-1]
     if last.cost_s is not None:
         shared_s = baseline_error_s(tuning.baseline, last.beside_steps)
-        surely_s = last.cost_s - _SURE * math.hypot(last.error_s, shared_s)
+        surely_s = last.cost_s - SURE * math.hypot(last.error_s, shared_s)
         if _interval(tuning, max(surely_s, last.stall_s), 0.0) > max(
             tuning.interval_steps, _interval(tuning, last.stall_s, 0.0)
         ):
@@ -411,12 +375,12 @@ def _baseline_doubtful(tuning: Tuning, interval: IntervalSeen) -> bool:
 def _overlap_is_dear(tuning: Tuning) -> bool:
     if tuning.mode is Mode.BLOCKING or tuning.mode_is_fixed:
         return False
-    overlap_s = second([judged.overlap_s for judged in tuning.recent[-_FEW:]])
+    overlap_s = second([judged.overlap_s for judged in tuning.recent[-FEW:]])
     return overlap_s > _DEARER * tuning.costs.snapshot_cpu_s
 
 
 def _without_overlap(tuning: Tuning, overhead: float, saw: str) -> tuple[Tuning, Decision]:
-    overlap_s = second([judged.overlap_s for judged in tuning.recent[-_FEW:]])
+    overlap_s = second([judged.overlap_s for judged in tuning.recent[-FEW:]])
     blocking_s = tuning.costs.snapshot_cpu_s
     k = tuning.interval_steps
     longer = interval_steps(tuning.costs, Mode.BLOCKING, tuning.max_overhead, tuning.mtbf_s)
@@ -446,7 +410,7 @@ def _with_overlap_again(tuning: Tuning, overhead: float, saw: str) -> tuple[Tuni
 
 def _decision(tuning: Tuning, overhead: float | None, reason: str) -> Decision:
     costs = [judged.cost_s for judged in tuning.recent if judged.cost_s is not None]
-    finishes = [judged.finish_s for judged in tuning.recent[-_SOME:]]
+    finishes = [judged.finish_s for judged in tuning.recent[-SOME:]]
     if costs:
         cost_s, save_s = statistics.median(costs), statistics.median(finishes)
     else:
