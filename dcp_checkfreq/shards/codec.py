@@ -20,6 +20,7 @@ from dcp_checkfreq.format.envelope import Envelope, Envelopes
 from dcp_checkfreq.shards.assign import Extent, Placement
 
 _NO_ENVELOPE = Envelope(b"", 0, b"")
+_NO_SUBCLASS = (torch.Tensor, torch.nn.Parameter)  # asking them for what they lack is slow
 
 
 @dataclass(slots=True)
@@ -47,13 +48,13 @@ def byte_item(stream: io.BytesIO) -> Item:
 
 def is_sharded_tensor(tensor: torch.Tensor) -> bool:
     """Tell whether this is FSDP1's ShardedTensor, which torch gives no public name."""
-    return hasattr(tensor, "local_shards")
+    return type(tensor) not in _NO_SUBCLASS and hasattr(tensor, "local_shards")
 
 
 def check_storable(tensor: torch.Tensor, key: str) -> None:
     """Raise `UnsupportedState` for a tensor whose elements cannot be written or loaded again."""
     kind = type(tensor).__name__
-    if hasattr(tensor, "__tensor_flatten__"):
+    if type(tensor) not in _NO_SUBCLASS and hasattr(tensor, "__tensor_flatten__"):
         raise UnsupportedState(
             key,
             kind,
@@ -62,7 +63,7 @@ def check_storable(tensor: torch.Tensor, key: str) -> None:
         )
     if tensor.layout != torch.strided:
         raise UnsupportedState(key, f"{tensor.layout} tensor", "save a dense copy, or its parts")
-    if tensor.device.type == "meta":
+    if tensor.is_meta:
         raise UnsupportedState(key, "meta tensor", "it has no data: materialise it first")
     if tensor.is_quantized:
         raise UnsupportedState(key, "quantized tensor", "save int_repr(), scale and zero point")

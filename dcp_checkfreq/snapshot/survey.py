@@ -31,7 +31,7 @@ class Found:
 
     path: str  # as DCP's flat keys
     tensor: torch.Tensor
-    local: torch.Tensor  # detached
+    local: torch.Tensor  # detached: an object of its own, which `tensor.data = ...` does not change
     memory: tuple[object, ...]  # equal for tensors that are the same elements of memory
 
 
