@@ -7,12 +7,13 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from dcp_checkfreq.policy.costs import MEDIAN_ERROR, typical_s
+from dcp_checkfreq.policy.costs import MEDIAN_ERROR, spread_s, typical_s
 from dcp_checkfreq.policy.seen import IntervalSeen, Pace
 
 GAP_STEPS = 3  # a median of three survives one slow iteration
 _LONGEST_GAP_STEPS = 8
-_KEPT = 5  # so many measurements are joined to one
+_KEPT = 5  # so many measurements are joined to one, or more if that is
+_KEPT_STEPS = 12  # fewer iterations than this
 _USUAL_NOISE = 0.02  # taken until iterations have been compared with each other
 _NOISES = 16  # with few iterations each is a rough one
 _CHANGED = 3.5  # standard errors at which the job itself has another pace
@@ -25,7 +26,8 @@ class Baseline:
     Attributes:
         paces: as measured in the last intervals that had such iterations, the newest last.
         age_saves: saves since one was measured.
-        noises: how much iterations of one kind differed from each other, as a share.
+        noises: how much iterations with no save under way differed from each other, as a share.
+            Those beside a save differ by how much of them was beside it, which is no chance.
     """
 
     paces: tuple[Pace, ...]
@@ -64,18 +66,16 @@ def renewed(baseline: Baseline, seen: IntervalSeen, max_overhead: float) -> tupl
     beside a save were faster than the baseline, theirs is taken: it cannot be slower than that.
     The baseline is then no younger.
     """
-    most = max((seen.unloaded, seen.copying, seen.loaded), key=lambda kind: kind.steps)
-    if most.steps > 1 and most.typical_s > 0:
-        noises = (*baseline.noises, most.spread_s / most.typical_s)[-_NOISES:]
-        baseline = replace(baseline, noises=noises)
-    new = seen.unloaded
+    new, before = seen.unloaded, baseline.paces[-1]
+    baseline = replace(baseline, noises=(*baseline.noises, *_noise_of(new, before))[-_NOISES:])
     if not new.steps:
+        most = max((seen.copying, seen.loaded), key=lambda kind: kind.steps)
         older = replace(baseline, age_saves=baseline.age_saves + 1)
         enough = min(GAP_STEPS, baseline.pace.steps)  # a short profile had fewer
         if most.steps >= enough and change_s(baseline, most, max_overhead) < 0:
             return replace(older, paces=(most,)), True
         return older, False
-    paces, changed = (*baseline.paces, new)[-_KEPT:], False
+    paces, changed = _kept((*baseline.paces, new)), False
     change = change_s(baseline, new, max_overhead)
     if change and new.steps >= GAP_STEPS:
         paces, changed = (new,), True
@@ -109,6 +109,27 @@ def gap_steps(baseline: Baseline, max_overhead: float) -> int:
     """Return how many iterations make a baseline whose error is half the budget. 3 to 8."""
     error = min(2 * MEDIAN_ERROR * baseline.noise / max_overhead, 100)
     return min(max(math.ceil(error**2), GAP_STEPS), _LONGEST_GAP_STEPS)
+
+
+def _kept(paces: tuple[Pace, ...]) -> tuple[Pace, ...]:
+    kept = _KEPT
+    while kept < len(paces) and sum(pace.steps for pace in paces[-kept:]) < _KEPT_STEPS:
+        kept += 1
+    return paces[-kept:]
+
+
+def _noise_of(new: Pace, before: Pace) -> list[float]:
+    """Return how much the iterations of ``new`` differed, as a share, if that can be told.
+
+    A lone one is compared with the lone one before it: an interval may never have two.
+    """
+    if new.typical_s <= 0:
+        return []
+    if new.steps > 1:
+        return [new.spread_s / new.typical_s]
+    if before.steps == 1:
+        return [spread_s([before.typical_s, new.typical_s]) / new.typical_s]
+    return []
 
 
 def _joined(paces: Sequence[Pace]) -> Pace:

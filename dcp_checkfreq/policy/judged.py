@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import pairwise
 
 from dcp_checkfreq.policy.baseline import Baseline, baseline_error_s
-from dcp_checkfreq.policy.costs import MEDIAN_ERROR, Costs
+from dcp_checkfreq.policy.costs import MEDIAN_ERROR, Costs, spread_s
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.seen import SaveSeen, slow_down_s
 
@@ -149,14 +149,14 @@ def estimate(recent: Sequence[Judged], baseline: Baseline) -> Estimate:
     """Return what a save costs: the mean of the middle half of all that are comparable.
 
     Of two saves the cheaper one is taken, and one alone is no evidence: 0.0. The error is that of
-    the median, from how the costs differ or from the noise of the iterations, whichever says more,
-    and that of the baseline, which all of them share.
+    the median, from how the costs differ, and that of the baseline, which all of them share. While
+    there are only a few saves, the noise of the iterations counts if it says more.
     """
     known = _known(recent)
     if len(known) < 2:
         return Estimate(cost_s=0.0, error_s=0.0)
     costs = [cost for cost, _ in known]
-    own_s = max(_spread_s(costs), statistics.median(error for _, error in known))
+    own_s = _own_s(known)
     beside = statistics.median(judged.beside_steps for judged in recent[-len(known) :])
     return Estimate(
         cost_s=min(costs) if len(costs) == 2 else _middle_s(costs),
@@ -211,6 +211,19 @@ def _spread_s(costs: Sequence[float]) -> float:
     ordered = sorted(costs)
     cut = 1 if len(ordered) >= _ENOUGH else 0
     return (ordered[-1 - cut] - ordered[cut]) / 2
+
+
+def _own_s(known: Sequence[tuple[float, float]]) -> float:
+    """Return the standard error of a single cost. ``known`` has each cost with its own error.
+
+    How the costs of enough saves differ shows all that is chance. The noise of iterations is only
+    a guess at that.
+    """
+    costs = [cost for cost, _ in known]
+    if len(costs) >= _ENOUGH:
+        # the median distance alone is 0 where most costs are the same
+        return max(_spread_s(costs), spread_s(costs))
+    return max(_spread_s(costs), statistics.median(error for _, error in known))
 
 
 def _known(recent: Sequence[Judged]) -> list[tuple[float, float]]:

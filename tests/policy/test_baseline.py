@@ -85,6 +85,29 @@ def test_noise_alone_is_seldom_taken_for_a_change_and_its_size_is_found():
     assert statistics.median(noises) == pytest.approx(0.2 / 12**0.5, rel=0.2)
 
 
+def test_iterations_beside_a_save_say_nothing_about_noise():
+    """Those that are only in part beside it are faster, in every save the same."""
+    baseline, _ = after(baseline_of(1.0, 10), *[interval(1.0, 1.0, beside=[1.5, 1.5, 1.1])] * 4)
+    assert baseline.noise == 0.0
+    assert after(baseline_of(1.0, 10), interval(beside=[1.5, 1.1]))[0].noises == ()
+
+
+def test_noise_is_found_where_no_interval_has_more_than_one_free_iteration():
+    noises = []
+    for seed in range(40):
+        chance = random.Random(seed)
+        lone = [interval(chance.uniform(0.9, 1.1), beside=[1.2] * 3) for _ in range(17)]
+        noises.append(after(baseline_of(1.0, 10), *lone)[0].noise)
+    assert statistics.median(noises) == pytest.approx(0.2 / 12**0.5, rel=0.2)
+
+
+def test_more_measurements_are_kept_if_they_are_of_a_single_iteration_each():
+    lone, _ = after(baseline_of(1.0, 10), *[interval(1.0)] * 30)
+    assert lone.pace.steps == 12
+    three, _ = after(baseline_of(1.0, 10), *[interval(1.0, 1.0, 1.0)] * 30)
+    assert len(three.paces) == 5
+
+
 def test_a_difference_that_is_small_beside_the_budget_is_none():
     quiet = Baseline(paces=(Pace(steps=50, typical_s=1.0),), noises=(0.0,))
     assert change_s(quiet, Pace(steps=50, typical_s=1.017), BUDGET) == 0.0

@@ -94,6 +94,18 @@ def test_more_saves_are_surer():
     assert estimate(fed(costs), QUIET).error_s < estimate(fed(costs[:4]), QUIET).error_s * 0.8
 
 
+def test_costs_that_agree_are_sure_however_much_iterations_of_one_save_differ():
+    assert estimate(fed([1.0] * 5, error=0.5), QUIET).error_s == 0.0
+    assert estimate(fed([1.0] * 4, error=0.5), QUIET).error_s > 0.2  # too few to tell
+
+
+def test_costs_that_differ_are_not_sure_however_quiet_the_iterations_are():
+    differ = estimate(fed([0.4, 0.6] * 8), QUIET)
+    assert differ.error_s >= 0.1 * 1.2533 / 16**0.5
+    most_alike = estimate(fed([0.4] * 9 + [0.6, 0.4, 0.6, 0.4, 0.6, 0.4, 0.6]), QUIET)
+    assert most_alike.error_s > 0.02
+
+
 def test_the_error_of_the_baseline_is_shared_and_does_not_average_out():
     noisy = replace(QUIET, noises=(0.1,))
     few, many = fed([1.0] * 3), fed([1.0] * KEPT)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from simulated_job import Job, steady, stepped
 
@@ -55,6 +55,12 @@ def iteration(seconds=1.0, blocked=0.0, waited=0.0, loaded=False):
     )
 
 
+# Iterations that are only in part beside a persist differ much, but saves cost all the same.
+PARTLY_BESIDE = {
+    "ti": steady(0.625), "tc": 0.0625, "ts": steady(2.0), "slow_copy": steady(0.0),
+    "slow_persist": steady(0.5), "blocked": steady(0.0), "p": 0.1,
+}  # fmt: skip
+
 JOBS = st.builds(
     dict,
     ti=st.floats(0.2, 5).map(steady),
@@ -78,6 +84,7 @@ def test_on_steady_input_the_interval_settles_and_stays(job):
 
 @SLOW
 @given(JOBS)
+@example(PARTLY_BESIDE)
 def test_settled_overhead_is_within_the_budget_and_saves_are_finished_in_time(job):
     job = Job(**job)
     job.run(40)
@@ -130,6 +137,15 @@ def test_with_two_percent_noise_it_stays_in_a_narrow_band():
             found = Job(noise=0.02, seed=seed, **kind).run(150)[50:]
             assert changes(found) <= 6
             assert max(found) <= 1.25 * min(found) + 1
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_under_noise_it_does_not_stay_dear_where_a_single_iteration_is_free(seed):
+    job = Job(noise=0.1, seed=seed, slow_persist=steady(0.2))  # 12 % at k 4 if it stays
+    job.run(50)
+    job.overheads.clear()
+    job.run(50)
+    assert sorted(job.overheads)[25] <= 1.5 * BUDGET
 
 
 STEPS_UP = {
