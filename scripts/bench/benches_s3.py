@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import signal
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
@@ -38,6 +40,7 @@ def server(options: Options) -> Iterator[Weed]:
     """Run SeaweedFS on the disk of the options, and tell the environment where it is."""
     parent = options.folder or PLACES["disk"]
     parent.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # else the server would stay
     with running_weed(parent=parent) as weed:
         set_environment(weed.endpoint)
         yield weed
