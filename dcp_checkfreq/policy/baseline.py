@@ -66,8 +66,10 @@ def renewed(baseline: Baseline, seen: IntervalSeen, max_overhead: float) -> tupl
     beside a save were faster than the baseline, theirs is taken: it cannot be slower than that.
     The baseline is then no younger.
     """
-    new, before = seen.unloaded, baseline.paces[-1]
-    baseline = replace(baseline, noises=(*baseline.noises, *_noise_of(new, before))[-_NOISES:])
+    new = seen.unloaded
+    baseline = replace(
+        baseline, noises=(*baseline.noises, *_noise_of(new, baseline.paces[-1]))[-_NOISES:]
+    )
     if not new.steps:
         most = max((seen.copying, seen.loaded), key=lambda kind: kind.steps)
         older = replace(baseline, age_saves=baseline.age_saves + 1)
