@@ -273,7 +273,7 @@ class Checkpointer:
             NoValidCheckpoint: checkpoints are there, but none is whole.
             LoadFailed: the checkpoint does not fit the state; see the subclasses.
         """
-        self._finish_in_flight()
+        self.wait()
         with contextlib.suppress(SnapshotFailed):  # reported with its save
             self._guard.wait()
         choice, restored, unfinished = self._restorer.run(step, depth, fresh_start=fresh_start)
@@ -357,7 +357,11 @@ class Checkpointer:
         self._guard.wait()
 
     def wait(self) -> None:
-        """Wait until the save in flight is published, and report it like `after_step`."""
+        """Wait until the save in flight is published, and report it like `after_step`.
+
+        On rank 0 until the checkpoints that are not to be kept are removed, too.
+        """
+        self._saver.wait()
         self._finish_in_flight()
 
     # --- saving ---

@@ -53,7 +53,7 @@ class Measured:
     state_bytes: int = 0
     call_s: float = 0.0  # before copying begins: looking at the state, agreeing with other ranks
     copy_s: float = 0.0  # Tc or Tg
-    persist_s: float = 0.0  # Ts: copied until published
+    persist_s: float = 0.0  # Ts: copied until published, cleaning up after the save before included
     gpu_copy_s: float | None = None  # Tg, where it was tried
     written_bytes: int = 0  # of tensors that this rank writes from now on
 
@@ -90,6 +90,8 @@ class _Job:
 
 @dataclass(slots=True)
 class _Save(_Job):
+    begun_s: float = field(kw_only=True)  # the snapshot was; the background work somewhat later
+    started_s: float = field(kw_only=True)
     writer: CheckFreqWriter = field(kw_only=True)
     planner: CheckFreqSavePlanner = field(kw_only=True)
     structure: Structure = field(kw_only=True)
@@ -107,7 +109,8 @@ class Saver:
         planner: kept over all saves.
         clock: for what saves cost.
         before_writing: called on rank 0 in the background; must not raise.
-        after_publishing: called on rank 0 with the step, in the background; must not raise.
+        after_publishing: called on rank 0 with the step, in the background, when the save has
+            ended already: the next one may begin, but is written later. What it raises is logged.
         decide: called on rank 0 at the end of a save with the step, and what every rank's
             ``facts`` returned, in rank order.
     """
@@ -134,6 +137,7 @@ class Saver:
         self._planned: Structure | None = None  # of the state that the kept plan is for
         self._job: _Job | None = None
         self._running: Future[None] | None = None
+        self._cleaning: Future[None] | None = None
 
     # --- on the training thread ---
 
@@ -145,7 +149,8 @@ class Saver:
     @property
     def is_running(self) -> bool:
         """Whether something is going on in the background now."""
-        return self._running is not None and not self._running.done()
+        futures = (self._running, self._cleaning)
+        return any(future is not None and not future.done() for future in futures)
 
     @property
     def is_copying(self) -> bool:
@@ -189,6 +194,7 @@ class Saver:
         if profile:
             measured.gpu_copy_s = gpu_copy_s(survey, guarded)
         planner, snapshot = self._planner, None
+        begun_s = self._clock.monotonic_s()
 
         def begin_snapshot() -> Snapshot:
             return writer.begin_snapshot(
@@ -227,6 +233,8 @@ class Saver:
             planner=planner,
             structure=survey.structure,
             tensor_bytes=sizes,
+            begun_s=begun_s,
+            started_s=self._clock.monotonic_s(),
         )
         self._start(job, lambda: self._write_and_publish(job))
 
@@ -276,7 +284,7 @@ class Saver:
         if job is None:
             return None
         if step is None:
-            self.wait()
+            self._wait_for(self._running)
         ended = job.ended
         if ended is None or (step is not None and step < ended.at):
             return None
@@ -284,9 +292,14 @@ class Saver:
         return ended
 
     def wait(self) -> None:
-        """Return once the save in flight has ended; `ended` tells how."""
-        if self._running is not None:
-            self._running.result()
+        """Return once nothing is going on in the background; `ended` tells how the save ended."""
+        self._wait_for(self._running)
+        self._wait_for(self._cleaning)
+
+    @staticmethod
+    def _wait_for(future: Future[None] | None) -> None:
+        if future is not None:
+            future.result()
 
     def close(self) -> None:
         """Wait for the save in flight and end the thread. May be called twice."""
@@ -298,8 +311,6 @@ class Saver:
         error: BaseException | None = None
         try:
             work()
-            if self._agree.rank == 0:
-                self._after_publishing(job.step)
         except BaseException as failed:  # noqa: BLE001  every rank hears of it below
             error = failed
             job.measured.failed = True
@@ -308,10 +319,18 @@ class Saver:
         finally:
             if isinstance(job, _Save):
                 job.writer.close()
+        if error is None and self._agree.rank == 0:  # it begins when this is through
+            self._cleaning = self._thread.submit(self._clean_up, job.step)
         try:
             self._meet(job, error)
         except BaseException as failed:  # noqa: BLE001
             job.ended = Ended(job.step, 0, error or failed, None)
+
+    def _clean_up(self, step: int) -> None:
+        try:
+            self._after_publishing(step)
+        except Exception:  # noqa: BLE001  nothing of it concerns the training
+            _log.exception("step %d is saved; cleaning up after it failed", step)
 
     def _write_and_publish(self, job: _Save) -> None:
         planner, measured = job.planner, job.measured
@@ -324,7 +343,6 @@ class Saver:
                 planner = FailingSavePlanner(error)
         if self._agree.rank == 0:
             self._before_writing()
-        begun_s = self._clock.monotonic_s()
         try:
             dcp_save(
                 dict(job.snapshot.state) if job.snapshot is not None else {},
@@ -346,7 +364,8 @@ class Saver:
                 f"another rank did not answer; its own log says why ({failed})",
             ) from failed
         self._upload(job.step, job.writer)
-        measured.persist_s = self._clock.monotonic_s() - begun_s
+        copied_s = max(job.started_s, job.begun_s + measured.copy_s)
+        measured.persist_s = max(0.0, self._clock.monotonic_s() - copied_s)
         if job.tensor_bytes:  # a profile: later saves keep the plan
             measured.persist_s = max(0.0, measured.persist_s - planner.planning_s)
         self._planned = job.structure

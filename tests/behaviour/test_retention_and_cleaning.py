@@ -30,6 +30,22 @@ def test_every_nth_is_kept_as_well(root):
     assert steps_on(root) == [4, 8, 10]
 
 
+def test_removing_old_checkpoints_holds_up_no_step_and_is_over_after_wait():
+    inner = MemoryTier()
+    gate = GatedTier(inner, verbs=["delete"], name="*.distcp")
+    with Checkpointer(gate, counter(), every=1, keep_last=1) as ckpt:
+        for _ in range(2):
+            ckpt.after_step()
+            ckpt._finish_in_flight()  # as the next save does
+        gate.wait_until_held()  # step 1 is being removed
+        ckpt.after_step()  # saves step 3 nevertheless, which is written later
+        assert ckpt.last_saved_step == 2
+        gate.release()
+        ckpt.wait()
+        assert ckpt.last_saved_step == 3
+        assert steps_on(inner) == [3]
+
+
 def test_a_failed_save_lets_nothing_go():
     inner = MemoryTier()
     with pytest.raises(WriteFailed):
