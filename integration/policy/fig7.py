@@ -46,7 +46,7 @@ def specs(quick: bool) -> list[SimSpec]:
 
 def run(settings: Settings) -> Result:
     repeats = settings.repeats or (1 if settings.quick else 5)
-    length = Length(2, 3, 2, 6) if settings.quick else Length(4, 14, 3, 18)
+    length = Length(2, 3, 2, 6) if settings.quick else Length(4, 14, 3, 60)
     raw: list[Raw] = []
     figures: Raw = {}
     grid = Grid(
