@@ -29,7 +29,7 @@ class Goal:
     bench: str
     state: str
     place: str = "disk"
-    ranks: str = "1"  # for reshard "saved->loaded"
+    ranks: str = "1"  # for reshard "saved->loaded"; for data the number of workers
     top: Figure
     under: Figure | None = None
     bound: float
@@ -118,6 +118,19 @@ GOALS = (
     Goal(text="bytes read / needed", bench="reshard", state="gpt", ranks="2->4",
          top=Figure("ours", "read_per_needed"), bound=1.05),
     _faster("reshard, times faster", "reshard", "gpt", "stock", "ours", 2.3, ranks="2->4"),
+    Goal(text="images per second, x DataLoader", bench="data", state="decode", ranks="0",
+         top=Figure("ours_global", "samples_per_s"), under=Figure("dataloader", "samples_per_s"),
+         bound=0.95, at_least=True),
+    Goal(text="the same, 2 workers", bench="data", state="decode", ranks="2",
+         top=Figure("ours_global", "samples_per_s"), under=Figure("dataloader", "samples_per_s"),
+         bound=0.95, at_least=True),
+    *(Goal(text=f"resume at {percent} % of 1e9 items (s)", bench="data", state="resume",
+           ranks="0", top=Figure("ours_1e9", f"at_{percent}_s"), bound=0.01)
+      for percent in (10, 50, 99)),
+    Goal(text="resume in 1e9 items with the start of 2 workers (s)", bench="data",
+         state="resume", ranks="2", top=Figure("ours_1e9", "resume_s"), bound=0.01),
+    Goal(text="position in the data (worst, bytes)", bench="data", state="resume", ranks="0",
+         top=Figure("ours_1e9", "state_bytes"), bound=199, worst=True),
     _faster("save to S3, against the client floor", "s3_save", "gpt", "limit_http", "ours", 0.9,
             place="s3"),
     _faster("save to S3, times faster than FsspecWriter", "s3_save", "gpt", "stock_fsspec", "ours",
