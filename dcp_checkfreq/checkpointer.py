@@ -66,7 +66,7 @@ class SaveRecord:
     blocked_s: float  # the loop was held up in `after_step` or `save`
     waited_s: float  # the update after it waited for the copy
     copy_s: float  # Tc or Tg
-    persist_s: float  # Ts: from copied to published
+    persist_s: float  # Ts: from copied to published, waiting for the clean-up before it included
     overhead: float | None  # share of training time that saving cost in the interval before
     error: str | None
 

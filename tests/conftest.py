@@ -1,4 +1,4 @@
-"""Settings of the property tests.
+"""Settings of the property tests, and fixtures of several folders.
 
 By default they try the same examples every time, so that a change is judged by the change and not
 by luck. `HYPOTHESIS_PROFILE=search pytest tests` looks for new ones.
@@ -6,6 +6,8 @@ by luck. `HYPOTHESIS_PROFILE=search pytest tests` looks for new ones.
 
 import os
 
+import pytest
+from held_copies import held_copies, let_go_when_waited_for
 from hypothesis import HealthCheck, settings
 
 # A busy machine is no reason to fail.
@@ -14,3 +16,16 @@ PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "p
 settings.register_profile("same", derandomize=True, database=None, **PATIENT)
 settings.register_profile("search", **PATIENT)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture
+def held(monkeypatch):
+    with held_copies(monkeypatch) as copies:
+        yield copies
+
+
+@pytest.fixture
+def late(held, monkeypatch):
+    """Copies that begin only when the guard, or a later save, waits for them."""
+    let_go_when_waited_for(held, monkeypatch)
+    return held

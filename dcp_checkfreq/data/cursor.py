@@ -140,6 +140,31 @@ class Cursor:
         self.generation += 1
 
 
+class HasPosition:
+    """What every loader with a cursor tells of its position. Its subclass sets ``_cursor``."""
+
+    _cursor: Cursor
+
+    @property
+    def epoch(self) -> int:
+        """Epoch of the next batch: with the last batch of an epoch it is already the next one."""
+        return self._cursor.position.epoch
+
+    @property
+    def samples(self) -> int:
+        """Samples of this epoch that all ranks together were handed."""
+        return self._cursor.position.samples
+
+    @property
+    def valid(self) -> int:
+        """Real samples, from the front, of this rank's last batch; the rest are repeats."""
+        return self._cursor.valid
+
+    def __len__(self) -> int:
+        """Return how many batches are left of this epoch."""
+        return self._cursor.steps_left()
+
+
 class HandOut:
     """The iterator of a loader: hands out the rest of the epoch, counts each batch in that moment.
 

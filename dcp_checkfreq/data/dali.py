@@ -7,7 +7,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcp_checkfreq.data.cursor import Cursor, HandOut
+from dcp_checkfreq.data.cursor import Cursor, HandOut, HasPosition
 from dcp_checkfreq.data.dali_plugin import import_plugin
 from dcp_checkfreq.data.dali_rng import DALIState, add_dali, dali_of
 from dcp_checkfreq.data.dali_source import LABEL_TYPES, DALISource, names_id
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 _WHAT = "ResumableDALILoader"
 
 
-class ResumableDALILoader:
+class ResumableDALILoader(HasPosition):
     """Loads batches through a DALI pipeline, and knows exactly which samples were trained.
 
     The promises are those of `ResumableLoader`: every item once per epoch, also if the job goes on
@@ -114,25 +114,6 @@ class ResumableDALILoader:
         # DALI's checkpoint after the last batch handed out; None: that of a new pipeline.
         self._checkpoint: bytes | None = None
         self._feed: _Feed | None = None
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next batch: with the last batch of an epoch it is already the next one."""
-        return self._cursor.position.epoch
-
-    @property
-    def samples(self) -> int:
-        """Samples of this epoch that all ranks together were handed."""
-        return self._cursor.position.samples
-
-    @property
-    def valid(self) -> int:
-        """Real samples, from the front, of this rank's last batch; the rest are repeats."""
-        return self._cursor.valid
-
-    def __len__(self) -> int:
-        """Return how many batches are left of this epoch."""
-        return self._cursor.steps_left()
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Return an iterator over the rest of the epoch; those made before become stale.

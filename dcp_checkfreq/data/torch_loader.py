@@ -8,13 +8,13 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dcp_checkfreq.data.cursor import Cursor, HandOut
+from dcp_checkfreq.data.cursor import Cursor, HandOut, HasPosition
 from dcp_checkfreq.data.order import WORKER_STREAM, derive
 from dcp_checkfreq.data.position import OnMismatch
 from dcp_checkfreq.data.ranks import Place
 
 
-class TorchLoader:
+class TorchLoader(HasPosition):
     """A loader with a position. See its subclasses.
 
     Nothing that is passed in may refer back to the loader: left to the collector of cycles,
@@ -59,25 +59,6 @@ class TorchLoader:
             generator=self._generator,
             **self._options,
         )
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next batch: with the last batch of an epoch it is already the next one."""
-        return self._cursor.position.epoch
-
-    @property
-    def samples(self) -> int:
-        """Samples of this epoch that all ranks together were handed."""
-        return self._cursor.position.samples
-
-    @property
-    def valid(self) -> int:
-        """Real samples, from the front, of this rank's last batch; the rest are repeats."""
-        return self._cursor.valid
-
-    def __len__(self) -> int:
-        """Return how many batches are left of this epoch."""
-        return self._cursor.steps_left()
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over the rest of the epoch; those made before become stale."""

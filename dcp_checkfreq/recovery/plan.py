@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from dcp_checkfreq.format.index import Record
 from dcp_checkfreq.format.names import step_folder
 
 
@@ -23,6 +24,25 @@ class StepRecord:
     world_size: int = 0
     run_id: str = ""  # empty: stock DCP wrote it, or a writer without a Checkpointer
     abandons: Mapping[str, int] = field(default_factory=dict)  # see `format.index.Lineage`
+
+
+def step_record(
+    name: str, step: int, problem: str | None, record: Record | None, *, published: bool
+) -> StepRecord:
+    """Return what a folder's ``record`` says of it; None: it has none, or it cannot be read."""
+    if record is None:
+        return StepRecord(name=name, step=step, problem=problem, published=published)
+    lineage = record.lineage
+    return StepRecord(
+        name=name,
+        step=step,
+        problem=problem,
+        published=published,
+        attempt=record.attempt,
+        world_size=record.world_size,
+        run_id=lineage.run_id if lineage else "",
+        abandons=lineage.abandons if lineage else {},
+    )
 
 
 @dataclass(frozen=True, slots=True)

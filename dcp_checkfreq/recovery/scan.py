@@ -13,7 +13,7 @@ from dcp_checkfreq.errors import LoadFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Record, digest_starts
-from dcp_checkfreq.recovery.plan import Ranking, Rejected, StepRecord, rank
+from dcp_checkfreq.recovery.plan import Ranking, Rejected, StepRecord, rank, step_record
 from dcp_checkfreq.shards.fetch import Fetcher
 from dcp_checkfreq.shards.read_plan import Want
 from dcp_checkfreq.storage.tier import Entry, Tier
@@ -97,18 +97,7 @@ def examine(folder: Tier, name: str, step: int) -> StepRecord:
         return StepRecord(name=name, step=step, problem=reason, published=False)
     except LoadFailed as error:
         return StepRecord(name=name, step=step, problem=error.why)
-    if record is None:
-        return StepRecord(name=name, step=step, problem=problem)
-    lineage = record.lineage
-    return StepRecord(
-        name=name,
-        step=step,
-        problem=problem,
-        attempt=record.attempt,
-        world_size=record.world_size,
-        run_id=lineage.run_id if lineage else "",
-        abandons=lineage.abandons if lineage else {},
-    )
+    return step_record(name, step, problem, record, published=True)
 
 
 def _read(folder: Tier) -> tuple[Metadata, Record | None]:

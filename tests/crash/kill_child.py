@@ -5,15 +5,10 @@ and what the process was about to do, or had done, when it was killed.
 """
 
 import os
-import signal
-import sys
-import tempfile
-import traceback
-import warnings
 
-import torch
 import torch.distributed.checkpoint as dcp
 from crash_saves import folder_name, state_of
+from killed import serve
 
 from dcp_checkfreq import CheckFreqWriter
 from dcp_checkfreq.shards import assign
@@ -29,34 +24,11 @@ def save(folder, step, overwrite):
     dcp.save(state_of(step), storage_writer=writer)
 
 
-def save_and_die(n, when, note, folder, step, overwrite):
-    def die(call):
-        os.write(note, f"{when} os.{call}".encode())
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    try:
-        with at_disk_call(n, when, die):
-            save(folder, step, overwrite)
-    except BaseException:  # noqa: BLE001 - a forked child must not return into the loop
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
-
-
-def main():
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    print("ready", flush=True)
-    for line in sys.stdin:
-        n, when, overwrite, step, folder = line.rstrip("\n").split(" ", 4)
-        with tempfile.TemporaryFile() as note:
-            pid = os.fork()
-            if pid == 0:
-                save_and_die(int(n), when, note.fileno(), folder, int(step), overwrite == "1")
-            _, status = os.waitpid(pid, 0)
-            note.seek(0)
-            print(os.waitstatus_to_exitcode(status), note.read().decode() or "-", flush=True)
+def save_and_die(task, die):
+    n, when, overwrite, step, folder = task.split(" ", 4)
+    with at_disk_call(int(n), when, lambda call: die(f"{when} os.{call}")):
+        save(folder, int(step), overwrite == "1")
 
 
 if __name__ == "__main__":
-    main()
+    serve(save_and_die)

@@ -7,54 +7,25 @@ and what the process was about to do.
 """
 
 import os
-import signal
-import sys
-import tempfile
-import traceback
-import warnings
 
-import torch
-from staged_runs import train
+from killed import serve
+from staged_runs import train_in_one_thread as train
 
 from dcp_checkfreq.storage import staged
 from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.testing import ForwardingTier, at_disk_call
 
 
-def main():
-    warnings.simplefilter("ignore")
-    torch.set_num_threads(1)
-    staged.BOUNCE_BYTES = 1000  # several pieces a file
-    print("ready", flush=True)
-    for line in sys.stdin:
-        mode, n, folder = line.rstrip("\n").split(" ", 2)
-        with tempfile.TemporaryFile() as note:
-            pid = os.fork()
-            if pid == 0:
-                run_and_die(mode, int(n), folder, note.fileno())
-            _, status = os.waitpid(pid, 0)
-            note.seek(0)
-            print(os.waitstatus_to_exitcode(status), note.read().decode() or "-", flush=True)
-
-
-def run_and_die(mode, n, folder, note):
-    def die(call):
-        os.write(note, call.encode())
-        os.kill(os.getpid(), signal.SIGKILL)
-
+def run_and_die(task, die):
+    mode, n, folder = task.split(" ", 2)
     slow, nvme = os.path.join(folder, "slow"), os.path.join(folder, "nvme")
-    try:
-        if mode != "resume":
-            train(slow, nvme, 2)
-        if mode == "upload":
-            train(DiesInUpload(LocalTier(slow), n, die), nvme, 1)
-        else:
-            with at_disk_call(n, "before", die):
-                train(slow, nvme, 0 if mode == "resume" else 1)
-    except BaseException:  # noqa: BLE001 - a forked child must not return into the loop
-        traceback.print_exc()
-        os._exit(1)
-    os._exit(0)
+    if mode != "resume":
+        train(slow, nvme, 2)
+    if mode == "upload":
+        train(DiesInUpload(LocalTier(slow), int(n), die), nvme, 1)
+    else:
+        with at_disk_call(int(n), "before", die):
+            train(slow, nvme, 0 if mode == "resume" else 1)
 
 
 class DiesInUpload(ForwardingTier):
@@ -70,4 +41,5 @@ class DiesInUpload(ForwardingTier):
 
 
 if __name__ == "__main__":
-    main()
+    staged.BOUNCE_BYTES = 1000  # several pieces a file
+    serve(run_and_die)

@@ -2,42 +2,24 @@
 
 import itertools
 import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 from crash_saves import load, newest, same_values, save, state_of
+from killed import KILLED, killer
 
 from dcp_checkfreq.storage.local import LocalTier
 
 pytestmark = pytest.mark.crash
 
-KILLED = -signal.SIGKILL
-
 
 @pytest.fixture(scope="module")
 def child():
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "kill_child.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
+    with killer("kill_child.py") as carry_out:
 
-    def save_and_die(root, step, n, when, *, overwrite=False):
-        process.stdin.write(f"{n} {when} {int(overwrite)} {step} {root}\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        assert line, "the child died itself"
-        code, moment = line.rstrip("\n").split(" ", 1)
-        return int(code), moment
+        def save_and_die(root, step, n, when, *, overwrite=False):
+            return carry_out(f"{n} {when} {int(overwrite)} {step} {root}")
 
-    with process:  # closes its stdin and waits, so it ends by itself
-        assert process.stdout.readline() == "ready\n"
         yield save_and_die
-    assert process.returncode == 0
 
 
 @pytest.fixture

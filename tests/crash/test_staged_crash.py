@@ -3,43 +3,21 @@
 import itertools
 import os
 import shutil
-import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
-from staged_runs import train
+from killed import KILLED, killer
+from staged_runs import train_in_one_thread as train
 
 from dcp_checkfreq import find_latest_valid
 from dcp_checkfreq.testing import CrashTier, ManualClock, MemoryTier
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(600)]
 
-KILLED = -signal.SIGKILL
-
 
 @pytest.fixture(scope="module")
 def child():
-    process = subprocess.Popen(
-        [sys.executable, str(Path(__file__).parent / "staged_kill_child.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-
-    def run(mode, n, folder):
-        process.stdin.write(f"{mode} {n} {folder}\n")
-        process.stdin.flush()
-        line = process.stdout.readline()
-        assert line, "the child died itself"
-        code, moment = line.rstrip("\n").split(" ", 1)
-        return int(code), moment
-
-    with process:  # closes its stdin and waits, so it ends by itself
-        assert process.stdout.readline() == "ready\n"
-        yield run
-    assert process.returncode == 0
+    with killer("staged_kill_child.py") as carry_out:
+        yield lambda mode, n, folder: carry_out(f"{mode} {n} {folder}")
 
 
 def look(folder):

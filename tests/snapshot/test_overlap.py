@@ -4,25 +4,12 @@ import threading
 
 import pytest
 import torch
-from held_copies import held_copies, let_go_when_waited_for
 
 from dcp_checkfreq import SnapshotFailed
 from dcp_checkfreq.snapshot.guard import address_of
 from dcp_checkfreq.snapshot.pool import BufferPool
 from dcp_checkfreq.snapshot.stager import OVERLAP_FROM_BYTES, Stager
 from dcp_checkfreq.snapshot.survey import Survey
-
-
-@pytest.fixture
-def held(monkeypatch):
-    with held_copies(monkeypatch) as copies:
-        yield copies
-
-
-@pytest.fixture
-def late(held, monkeypatch):
-    let_go_when_waited_for(held, monkeypatch)
-    return held
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from staged_runs import train
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, Checkpointer, find_latest_valid
@@ -335,32 +336,6 @@ class DiesAt(ForwardingTier):
         if self.dead:
             raise Killed(verb)
         return call()
-
-
-def model_at(step):
-    model = torch.nn.Linear(37, 27)
-    with torch.no_grad():
-        model.weight.fill_(float(step))
-    return model
-
-
-def train(root, staging, steps, restore=None, **options):
-    """Train so many steps on from what is there, saving each; return the restored step."""
-    state = {"model": model_at(-1), "note": "nothing"}
-    options = {"every": 1, "on_error": "raise"} | options
-    with Checkpointer(root, state, staging_dir=staging, **options) as ckpt:
-        restored = ckpt.restore(**restore or {})
-        if restored is not None:
-            assert state["note"] == f"at {restored.step}"
-            assert bool((state["model"].weight == restored.step).all())
-        for _ in range(steps):
-            at = ckpt.step + 1
-            with torch.no_grad():
-                state["model"].weight.fill_(float(at))
-            state["note"] = f"at {at}"
-            ckpt.after_step()
-            ckpt.wait()
-    return None if restored is None else restored.step
 
 
 def train_and_die(root, staging, verb="write_shard", name="__*"):
