@@ -15,7 +15,6 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
-    get_model_state_dict,
     get_optimizer_state_dict,
     set_model_state_dict,
     set_optimizer_state_dict,
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import StateMismatch, UnsupportedState
+from dcp_checkfreq.fqns import NamedModule, NamedOptimizer
 
 _log = logging.getLogger(__name__)
 
@@ -108,12 +108,11 @@ class AppState:
                 )
         self._parts = parts
         self._rank = rank
-        modules = {k: v for k, v in parts.items() if isinstance(v, torch.nn.Module)}
-        self._owners = {
-            name: _owner(name, part, modules)
-            for name, part in parts.items()
-            if isinstance(part, torch.optim.Optimizer)
-        }
+        self._modules: dict[str, NamedModule] = {}
+        self._optimizers: dict[str, NamedOptimizer] = {}
+        for name, part in parts.items():
+            if isinstance(part, torch.optim.Optimizer):
+                self._optimizer(name, part)  # raises now if it has no names
 
     def _key(self, name: str) -> str:
         return f"{name}/rank{self._rank}" if isinstance(self._parts[name], PerRank) else name
@@ -125,12 +124,27 @@ class AppState:
     def _capture(self, name: str) -> Any:
         part = self._parts[name]
         if isinstance(part, torch.nn.Module):
-            return get_model_state_dict(part)
+            return self._module(name, part).capture()
         if isinstance(part, torch.optim.Optimizer):
-            return get_optimizer_state_dict(self._owners[name], part)
+            return self._optimizer(name, part).capture()
         if isinstance(part, PerRank):
             part = part.value
         return pack(part.state_dict() if isinstance(part, Stateful) else part)
+
+    def _module(self, name: str, module: torch.nn.Module) -> NamedModule:
+        known = self._modules.get(name)
+        if known is None or known.module is not module:
+            known = self._modules[name] = NamedModule(module)
+        return known
+
+    def _optimizer(self, name: str, optimizer: torch.optim.Optimizer) -> NamedOptimizer:
+        known = self._optimizers.get(name)
+        if known is None or known.optimizer is not optimizer:
+            parts = self._parts.items()
+            modules = {key: part for key, part in parts if isinstance(part, torch.nn.Module)}
+            owner = _owner(name, optimizer, modules)
+            known = self._optimizers[name] = NamedOptimizer(owner, optimizer)
+        return known
 
     def optimizers(self) -> list[torch.optim.Optimizer]:
         """Return the registered optimizers."""
@@ -224,7 +238,7 @@ class AppState:
             if isinstance(part, torch.nn.Module):
                 set_model_state_dict(part, value)
             elif isinstance(part, torch.optim.Optimizer):
-                _set_optimizer(self._owners[name], part, value)
+                _set_optimizer(self._optimizer(name, part).owner, part, value)
             elif isinstance(part, PerRank):
                 part.value = _restored(part.value, unpack(value))
             else:

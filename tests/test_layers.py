@@ -47,6 +47,7 @@ LEVELS = {
     "writer": 4,
     "reader": 4,
     "planner": 4,
+    "fqns": 3,
     "app_state": 4,
     "data": 4,
     "latest": 5,
@@ -100,6 +101,7 @@ TIME_MODULES = {"time", "timeit"}
 NO_COLLECTIVES = (
     "torch.distributed.checkpoint",
     "torch.distributed.tensor",
+    "torch.distributed.fsdp.FullyShardedDataParallel",  # to know it by
     # who this process is; nobody else has to answer
     "torch.distributed.is_available",
     "torch.distributed.is_initialized",
