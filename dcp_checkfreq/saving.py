@@ -34,7 +34,7 @@ from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.tuner import Decision
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
-from dcp_checkfreq.snapshot.survey import Structure, Survey
+from dcp_checkfreq.snapshot.survey import Piece, Structure, Survey
 from dcp_checkfreq.uploading import upload_and_publish
 from dcp_checkfreq.writer import CheckFreqWriter
 
@@ -95,7 +95,7 @@ class _Save(_Job):
     writer: CheckFreqWriter = field(kw_only=True)
     planner: CheckFreqSavePlanner = field(kw_only=True)
     structure: Structure = field(kw_only=True)
-    tensor_bytes: dict[str, int] = field(kw_only=True)  # by flat key
+    pieces: list[Piece] = field(kw_only=True)  # of a profile: what there is to write
 
 
 class Saver:
@@ -186,7 +186,7 @@ class Saver:
         """
         assert self._job is None
         begun_s = self._clock.monotonic_s()
-        state, survey, only = self._agreed_state(step, capture)
+        survey, only = self._agreed_state(step, capture, writer)
         measured.call_s = self._clock.monotonic_s() - begun_s
         guarded = (
             self._guard.addresses() if profile or measured.mode is not Mode.BLOCKING else set()
@@ -198,7 +198,6 @@ class Saver:
 
         def begin_snapshot() -> Snapshot:
             return writer.begin_snapshot(
-                state,
                 survey,
                 only=only,
                 guarded=set() if measured.mode is Mode.BLOCKING else guarded,
@@ -223,7 +222,6 @@ class Saver:
             self._guard.arm(snapshot)
             measured.copied_bytes = snapshot.copied_bytes
             measured.state_bytes = snapshot.state_bytes
-        sizes = {one.path: one.local.nbytes for one in survey.found} if profile else {}
         job = _Save(
             step,
             measured,
@@ -231,8 +229,8 @@ class Saver:
             snapshot,
             writer=writer,
             planner=planner,
-            structure=survey.structure,
-            tensor_bytes=sizes,
+            structure=survey.inventory.structure,
+            pieces=survey.inventory.pieces if profile else [],
             begun_s=begun_s,
             started_s=self._clock.monotonic_s(),
         )
@@ -252,27 +250,27 @@ class Saver:
         self._running = self._thread.submit(self._run, job, work)
 
     def _agreed_state(
-        self, step: int, capture: Callable[[], Mapping[str, Any]]
-    ) -> tuple[Mapping[str, Any], Survey, frozenset[str] | None]:
-        """Return the live state, and what of it this rank writes; None if that is not known."""
+        self, step: int, capture: Callable[[], Mapping[str, Any]], writer: CheckFreqWriter
+    ) -> tuple[Survey, frozenset[str] | None]:
+        """Look at the live state. Return it, and what this rank writes; None: that is not known."""
         alone = self._agree.is_alone
         try:
-            state = capture()
-            survey = Survey(state)
+            survey = writer.survey(capture())
         except Exception as error:
             if not alone:
                 problem = SaveFailed(f"step {step}", f"rank {self._agree.rank}: {error}")
                 with contextlib.suppress(CheckFreqError):  # this rank has the error itself
                     self._agree.consult(_Ready(step, False, problem), _all_ready)
             raise
-        fits = self._planned is not None and self._planned == survey.structure
+        structure = survey.inventory.structure
+        fits = self._planned is structure or self._planned == structure
         self._planned = None  # until this save has worked
         only = self._planner.written_keys if fits else None
         if alone:
-            return state, survey, None
+            return survey, None
         if not self._agree.consult(_Ready(step, only is not None, None), _all_ready):
             only = None
-        return state, survey, only
+        return survey, only
 
     def ended(self, step: int | None = None) -> Ended | None:
         """Return how the save in flight has ended, or None; it is in flight no more then.
@@ -366,11 +364,13 @@ class Saver:
         self._upload(job.step, job.writer)
         copied_s = max(job.started_s, job.begun_s + measured.copy_s)
         measured.persist_s = max(0.0, self._clock.monotonic_s() - copied_s)
-        if job.tensor_bytes:  # a profile: later saves keep the plan
+        if job.pieces:  # later saves keep the plan
             measured.persist_s = max(0.0, measured.persist_s - planner.planning_s)
         self._planned = job.structure
-        written = planner.written_keys or ()
-        measured.written_bytes = sum(job.tensor_bytes.get(key, 0) for key in written)
+        written = planner.written_keys or frozenset()
+        measured.written_bytes = sum(
+            piece.size_bytes for piece in job.pieces if not written.isdisjoint(piece.paths)
+        )
 
     def _upload(self, step: int, writer: CheckFreqWriter) -> None:
         """Bring what was staged on local disks to where it is published."""

@@ -429,14 +429,17 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             return self._stager.stage(state_dict)
         guards = [guard_of(optimizer) for optimizer in self._overlap]
         addresses = set().union(*(guard.addresses() for guard in guards))
-        snapshot = self._stager.begin(state_dict, guarded=addresses)
+        snapshot = self._stager.begin(self.survey(state_dict), guarded=addresses)
         for guard in guards:
             guard.arm(snapshot)
         return snapshot.when_done()
 
+    def survey(self, state: Mapping[str, Any]) -> Survey:
+        """Look at a state, to begin a snapshot of it; see `Stager.survey`."""
+        return self._stager.survey(state)
+
     def begin_snapshot(
         self,
-        state: Mapping[str, Any],
         survey: Survey,
         *,
         only: AbstractSet[str] | None,
@@ -446,7 +449,6 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     ) -> Snapshot:
         """Start the snapshot that this writer will write; see `Stager.begin`."""
         return self._stager.begin(
-            state,
             survey,
             only=only,
             guarded=guarded,

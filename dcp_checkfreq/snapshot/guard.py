@@ -73,6 +73,7 @@ class Guard:
             )
         ]
 
+    @torch.no_grad()
     def addresses(self) -> set[Address]:
         """Return where the tensors are that only these optimizers change, in steps we hear of."""
         return {address_of(local) for local in map(_local, self._tensors()) if local.nbytes}

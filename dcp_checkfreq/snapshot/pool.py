@@ -11,7 +11,6 @@ import ctypes
 import gc
 import logging
 import threading
-from collections.abc import Hashable
 from typing import Any
 
 import torch
@@ -30,19 +29,15 @@ class Lease:
 
     Attributes:
         memory: [size_bytes], uint8, starting at a multiple of 4096.
-        tensors: what the last snapshot called its parts of the memory, for the next one to use
-            again. It also keeps them alive: torch lets go of the GIL whenever a tensor dies, so
-            that a background thread which drops a snapshot of 800 tensors waits for seconds.
+        kept: what the last snapshot has left for the next one. It goes when the memory goes.
         worker: the thread that writes the bytes out, once it is known. When it ends without a
             release (its save failed before writing), the slot counts as free.
     """
 
-    def __init__(
-        self, pool: BufferPool, memory: torch.Tensor, tensors: dict[Hashable, torch.Tensor]
-    ) -> None:
+    def __init__(self, pool: BufferPool, memory: torch.Tensor, kept: object) -> None:
         self._pool = pool
         self.memory = memory
-        self.tensors = tensors
+        self.kept = kept
         self.worker: threading.Thread | None = None
 
     def touch(self) -> None:
@@ -61,6 +56,9 @@ class BufferPool:
     Args:
         device: of the memory; None: host.
         wait_s: how long `lease` waits for the slot before it gives up.
+
+    Attributes:
+        kept: what the last snapshot has left for the next one.
     """
 
     def __init__(
@@ -75,7 +73,7 @@ class BufferPool:
         self._clock = clock or SystemClock()
         self._free = threading.Condition()
         self._memory: torch.Tensor | None = None
-        self._tensors: dict[Hashable, torch.Tensor] = {}
+        self.kept: object = None
         self._lease: Lease | None = None
         self._leases_of_memory = 0  # how often this memory was leased
 
@@ -106,7 +104,7 @@ class BufferPool:
                 self._memory = _allocate(size_bytes, self._device)
                 self._leases_of_memory = 0
             self._leases_of_memory += 1
-            self._lease = Lease(self, self._memory[:size_bytes], self._tensors)
+            self._lease = Lease(self, self._memory[:size_bytes], self.kept)
             return self._lease
 
     def _suits(self, size_bytes: int, fit: bool) -> bool:
@@ -138,7 +136,7 @@ class BufferPool:
                 self._free.notify_all()
 
     def _end(self, lease: Lease) -> None:
-        self._tensors = lease.tensors
+        self.kept = lease.kept
         self._lease = None
 
     def drop(self) -> None:
@@ -151,7 +149,7 @@ class BufferPool:
         if self._memory is not None and self._device is None:
             _unpin(self._memory)
         self._memory = None
-        self._tensors = {}
+        self.kept = None
 
 
 def _allocate(size_bytes: int, device: torch.device | None) -> torch.Tensor:

@@ -18,9 +18,9 @@ from dcp_checkfreq.errors import CheckFreqError, SnapshotFailed
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.snapshot.guard import Address
 from dcp_checkfreq.snapshot.lanes import Copy, Lane, copy_at_once, start_overlapped
-from dcp_checkfreq.snapshot.places import CopyPlan, Leases, Parts
+from dcp_checkfreq.snapshot.places import CopyPlan, Kept, Leases, Parts
 from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool, device_pool
-from dcp_checkfreq.snapshot.survey import Survey
+from dcp_checkfreq.snapshot.survey import Inventory, Survey
 
 # Less than this is copied at once: a thread would cost more than it saves.
 OVERLAP_FROM_BYTES = 1 << 20
@@ -125,7 +125,7 @@ class Stager:
             UnsupportedState: a tensor that could not be written, or loaded again.
             SnapshotFailed: no buffer, or a value that cannot be copied.
         """
-        snapshot = self.begin(state)
+        snapshot = self.begin(self.survey(state))
         try:
             snapshot.wait()
         except BaseException:
@@ -133,18 +133,27 @@ class Stager:
             raise
         return snapshot.state
 
+    def survey(self, state: Mapping[str, Any]) -> Survey:
+        """Look at a state, which may be that of the snapshot before.
+
+        Raises:
+            UnsupportedState: a tensor that could not be written, or loaded again.
+        """
+        kept = self._pool.kept
+        with collector_held():
+            return Survey(state, kept.plan.inventory if isinstance(kept, Kept) else None)
+
     @torch.no_grad()
     def begin(
         self,
-        state: Mapping[str, Any],
-        survey: Survey | None = None,
+        survey: Survey,
         *,
         only: AbstractSet[str] | None = None,
         guarded: AbstractSet[Address] = frozenset(),
         on_gpu: bool = False,
         touch_first: bool = False,
     ) -> Snapshot:
-        """Start a snapshot of the state as it is now.
+        """Start a snapshot of a state as it is now.
 
         Tensors are copied into the leased buffer: views only their own elements, tied ones once.
         Everything else is deep-copied. What is not guarded is copied before this returns (on CUDA:
@@ -152,21 +161,16 @@ class Stager:
         snapshot before is still being written out.
 
         Args:
-            state: what to copy.
-            survey: of the state, if it was made already.
+            survey: of the state.
             only: flat keys of the tensors that this rank writes; None: all of them.
             guarded: where the tensors are that nobody changes before `Snapshot.before_update`.
             on_gpu: copy guarded CUDA tensors into GPU memory, to be read from there.
             touch_first: make sure that new memory is there before the copying starts.
 
         Raises:
-            UnsupportedState, SnapshotFailed: nothing was staged.
+            SnapshotFailed: nothing was staged.
         """
-        with collector_held():
-            survey = survey or Survey(state)
-        plan = CopyPlan(survey, only, guarded, on_gpu=on_gpu)
-        if plan.overlapped_host_bytes < self._overlap_from_bytes:
-            plan.overlap_no_host_memory()
+        plan = self._plan(survey.inventory, only, guarded, on_gpu=on_gpu)
         leases = Leases(self._pool.lease(plan.host_bytes, fit=only is not None))
         try:
             for device, size_bytes in plan.gpu_bytes.items():
@@ -174,7 +178,7 @@ class Stager:
             if touch_first:
                 leases.host.touch()
             with collector_held():
-                staged = self._copy(state, survey, plan, leases)
+                staged = self._copy(survey, plan, leases)
         except CheckFreqError:
             leases.release()
             raise
@@ -187,43 +191,59 @@ class Stager:
         self._leases = leases
         weakref.finalize(staged, leases.release).atexit = False
         return Snapshot(
-            staged, leases.lanes, leases.at_once_s, plan.copied_bytes, survey.state_bytes
+            staged,
+            leases.lanes,
+            leases.at_once_s,
+            plan.copied_bytes,
+            survey.inventory.state_bytes,
         )
 
-    def _copy(
-        self, state: Mapping[str, Any], survey: Survey, plan: CopyPlan, leases: Leases
-    ) -> _Staged:
-        parts = Parts(leases)
-        places = {memory: parts.place(item) for memory, item in plan.items.items()}
-        items = list(plan.items.items())
+    def _plan(
+        self,
+        inventory: Inventory,
+        only: AbstractSet[str] | None,
+        guarded: AbstractSet[Address],
+        *,
+        on_gpu: bool,
+    ) -> CopyPlan:
+        """Return the plan of the snapshot before, if it fits this one, or a new one."""
+        from_bytes, kept = self._overlap_from_bytes, self._pool.kept
+        if isinstance(kept, Kept) and kept.plan.is_for(
+            inventory, only, guarded, on_gpu=on_gpu, overlap_from_bytes=from_bytes
+        ):
+            return kept.plan
+        return CopyPlan(inventory, only, guarded, on_gpu=on_gpu, overlap_from_bytes=from_bytes)
+
+    def _copy(self, survey: Survey, plan: CopyPlan, leases: Leases) -> _Staged:
+        parts = Parts(plan, leases)
         copies: dict[bool, list[Copy]] = {True: [], False: []}
-        for memory, item in items:
-            found = item.found
-            whole = found.tensor if isinstance(found.tensor, DTensor) else None
-            copies[item.overlaps].append(Copy(found.path, found.local, places[memory], whole))
+        for number, place in enumerate(plan.places):
+            if place is not None:
+                copies[place.overlaps].append(
+                    Copy(
+                        plan.inventory.pieces[number].paths[0],
+                        survey.locals[number],
+                        parts.part(number, place),
+                        survey.whole(number),
+                    )
+                )
         begun_s = self._clock.monotonic_s()
         for lane in copy_at_once(copies[False]):
             leases.lanes.append(lane)
         leases.at_once_s = self._clock.monotonic_s() - begun_s
-        of_tensor = {id(one.tensor): one for one in survey.found}
 
-        def rebuilt(value: Any) -> Any:
+        def rebuilt(tree: Any) -> Any:
             """Return the same nesting of mappings and lists, with tensors in the buffer."""
+            if isinstance(tree, dict):
+                return {key: rebuilt(inner) for key, inner in tree.items()}
+            if isinstance(tree, list):
+                return [rebuilt(inner) for inner in tree]
+            value = survey.values[tree]
             if isinstance(value, torch.Tensor):
-                one = of_tensor[id(value)]
-                item = plan.items.get(one.memory)
-                local = parts.absent(one) if item is None else places[one.memory]
-                if isinstance(value, DTensor):
-                    return parts.like(value, local)
-                return local
-            if isinstance(value, Mapping):
-                return {key: rebuilt(inner) for key, inner in value.items()}
-            if isinstance(value, list):
-                return [rebuilt(inner) for inner in value]
+                return parts.of_leaf(tree, value)
             return _own_copy(value)
 
-        staged = _Staged({key: rebuilt(value) for key, value in state.items()})
-        parts.keep()
+        staged = _Staged({key: rebuilt(tree) for key, tree in survey.tree.items()})
         # Last: a thread that copies would be in the way of all of the above.
         for lane in start_overlapped(copies[True], self._clock):
             leases.lanes.append(lane)
@@ -258,7 +278,7 @@ def gpu_copy_s(survey: Survey, guarded: AbstractSet[Address]) -> float | None:
 
     None without a GPU, or if it does not fit beside what is there. The memory is kept in the pool.
     """
-    plan = CopyPlan(survey, None, guarded, on_gpu=True)
+    plan = CopyPlan(survey.inventory, None, guarded, on_gpu=True)
     seconds_s = 0.0
     for device, size_bytes in plan.gpu_bytes.items():
         if size_bytes > torch.cuda.mem_get_info(device)[0] * _GPU_SHARE:
@@ -268,9 +288,11 @@ def gpu_copy_s(survey: Survey, guarded: AbstractSet[Address]) -> float | None:
         except SnapshotFailed:
             return None
         copies = [
-            Copy("", item.found.local, item.part_of(lease.memory))
-            for item in plan.items.values()
-            if item.device == device
+            Copy("", local, place.part_of(lease.memory, piece))
+            for piece, place, local in zip(
+                plan.inventory.pieces, plan.places, survey.locals, strict=True
+            )
+            if place is not None and place.device == device
         ]
         try:
             for warm in (False, True):

@@ -1,17 +1,24 @@
-"""What tensors a state holds, found where DCP looks for them."""
+"""What tensors a state holds, found where DCP looks for them.
+
+A look at a state is a `Survey`. Most of what it finds stays true for the next save: that part is
+its `Inventory`, and the next survey recognises it rather than work it out again.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import UnsupportedState
 from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, memory_of
+from dcp_checkfreq.snapshot.guard import Address, address_of
 
 Structure = list[tuple[object, ...]]
+_Mark = tuple[object, ...]
 
 
 def describe(key: str, value: object) -> tuple[object, ...]:
@@ -26,63 +33,152 @@ def describe(key: str, value: object) -> tuple[object, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
-    """One tensor of the state, and this rank's part of it."""
+class Piece:
+    """Memory of this rank that holds one tensor of the state, or several that are the same."""
 
-    path: str  # as DCP's flat keys
-    tensor: torch.Tensor
-    local: torch.Tensor  # detached: an object of its own, which `tensor.data = ...` does not change
-    memory: tuple[object, ...]  # equal for tensors that are the same elements of memory
-
-
-class Survey:
-    """Every tensor of a state, in order.
-
-    Attributes:
-        found: one entry per tensor object, at the first place it was found.
-        structure: every leaf of the state. While it is unchanged, a plan made before still fits.
-
-    Raises:
-        UnsupportedState: a tensor that could not be written, or loaded again.
-    """
-
-    def __init__(self, state: Mapping[str, object]) -> None:
-        self.found: list[Found] = []
-        self.structure: Structure = []
-        self.paths: dict[int, list[str]] = {}  # id of a tensor object: everywhere it was found
-        self._visit(state, "")
-
-    def _visit(self, value: object, path: str) -> None:
-        """Look where DCP looks: into mappings and lists. What else there is becomes a byte item."""
-        if isinstance(value, Mapping):
-            for key, inner in value.items():
-                self._visit(inner, f"{path}.{key}" if path else str(key))
-            return
-        if isinstance(value, list):
-            for number, inner in enumerate(value):
-                self._visit(inner, f"{path}.{number}")
-            return
-        self.structure.append(describe(path, value))
-        if isinstance(value, torch.Tensor):
-            known = self.paths.setdefault(id(value), [])
-            if not known:
-                self.found.append(_found(value, path))
-            known.append(path)
+    paths: tuple[str, ...]  # as DCP's flat keys: everywhere it was found
+    address: Address
+    dtype: torch.dtype
+    shape: torch.Size
+    device: torch.device
 
     @property
-    def state_bytes(self) -> int:
-        """Bytes of all distinct tensor memory that this rank holds."""
-        return sum({one.memory: one.local.nbytes for one in self.found}.values())
+    def size_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.address[1]
 
 
-def _found(tensor: torch.Tensor, path: str) -> Found:
-    if is_sharded_tensor(tensor):
+class Inventory:
+    """What a state holds and where that is in memory. It keeps no tensor alive.
+
+    Attributes:
+        structure: every leaf of the state. While it is unchanged, a plan made before still fits.
+        pieces: of memory, in the order they were found.
+        piece_of: number of the piece for every leaf, None for what is no tensor.
+        first_leaf: number of the leaf where each piece was found first.
+        state_bytes: of all pieces.
+    """
+
+    def __init__(self, look: _Look) -> None:
+        self._paths, self._marks = look.paths, look.marks
+        self.structure: Structure = []
+        self.piece_of: list[int | None] = []
+        self.first_leaf: list[int] = []
+        numbers: dict[object, int] = {}
+        paths: list[list[str]] = []
+        for leaf, (path, value, mark) in enumerate(
+            zip(look.paths, look.values, look.marks, strict=True)
+        ):
+            self.structure.append(describe(path, value))
+            if mark is None:
+                self.piece_of.append(None)
+                continue
+            _check(value, look.locals[leaf], path)
+            number = numbers.setdefault(mark[0], len(numbers))
+            if number == len(self.first_leaf):
+                self.first_leaf.append(leaf)
+                paths.append([])
+            paths[number].append(path)
+            self.piece_of.append(number)
+        self.pieces = [
+            Piece(tuple(found), address_of(local), local.dtype, local.shape, local.device)
+            for found, local in zip(
+                paths, (look.locals[leaf] for leaf in self.first_leaf), strict=True
+            )
+        ]
+        self.state_bytes = sum(piece.size_bytes for piece in self.pieces)
+
+    def is_of(self, look: _Look) -> bool:
+        """Tell whether another look has found the same."""
+        return self._marks == look.marks and self._paths == look.paths
+
+
+class _Look:
+    """One walk through a state, which reads every container once."""
+
+    def __init__(self, state: Mapping[str, object]) -> None:
+        self.paths: list[str] = []
+        self.values: list[object] = []
+        self.locals: list[Any] = []  # this rank's part of a tensor; anything for other values
+        self.marks: list[_Mark | None] = []  # of a tensor: its memory, and all else of note
+        self.tree = {key: self._visit(value, str(key)) for key, value in state.items()}
+
+    def _visit(self, value: object, path: str) -> Any:
+        """Look where DCP looks: into mappings and lists. What else there is becomes a byte item."""
+        if isinstance(value, torch.Tensor):
+            self._leaf(value, path, *_marked(value, path))
+        elif isinstance(value, Mapping):
+            return {key: self._visit(inner, f"{path}.{key}") for key, inner in value.items()}
+        elif isinstance(value, list):
+            return [self._visit(inner, f"{path}.{number}") for number, inner in enumerate(value)]
+        else:
+            self._leaf(value, path, None, None)
+        return len(self.values) - 1
+
+    def _leaf(self, value: object, path: str, local: object, mark: _Mark | None) -> None:
+        self.paths.append(path)
+        self.values.append(value)
+        self.locals.append(local)
+        self.marks.append(mark)
+
+
+def _marked(tensor: torch.Tensor, path: str) -> tuple[torch.Tensor, _Mark]:
+    """Return this rank's part, and (its memory, what else of the tensor has to stay the same)."""
+    local, rest = tensor, _Mark()
+    if isinstance(tensor, DTensor):
+        local = tensor.to_local()
+        rest = (tensor.shape, tensor.stride(), tensor.placements, tensor.device_mesh)
+    try:
+        memory = memory_of(local)
+    except RuntimeError:
+        _check(tensor, local, path)
+        raise
+    if 0 in local.shape:
+        memory = (path, *memory)  # it has none, so that others would seem to be the same
+    return local, (memory, type(tensor), type(local), *rest)
+
+
+def _check(tensor: object, local: torch.Tensor, path: str) -> None:
+    if isinstance(tensor, torch.Tensor) and is_sharded_tensor(tensor):
         raise UnsupportedState(
             path,
             "ShardedTensor",
             "only DTensor shards can be staged. Give FSDP a device_mesh, use fully_shard, "
             "or save with dcp.save",
         )
-    local = (tensor.to_local() if isinstance(tensor, DTensor) else tensor).detach()
     check_storable(local, path)
-    return Found(path, tensor, local, memory_of(local) if local.nbytes else (id(tensor),))
+
+
+class Survey:
+    """Every tensor of a state, in order.
+
+    Args:
+        state: to look at.
+        known: the inventory of an earlier state, which may be that of this one.
+
+    Attributes:
+        inventory: ``known`` itself, if that is what was found.
+        tree: the state's nesting of mappings and lists, with numbers of leaves.
+        values: of all leaves.
+        locals: this rank's part of each piece, detached: an object of its own, which
+            ``tensor.data = ...`` does not change.
+
+    Raises:
+        UnsupportedState: a tensor that could not be written, or loaded again.
+    """
+
+    @torch.no_grad()
+    def __init__(self, state: Mapping[str, object], known: Inventory | None = None) -> None:
+        look = _Look(state)
+        recognised = known is not None and known.is_of(look)
+        self.inventory = known if known is not None and recognised else Inventory(look)
+        self.tree: dict[str, Any] = look.tree
+        self.values = look.values
+        self.locals: list[torch.Tensor] = [
+            look.locals[leaf].detach() for leaf in self.inventory.first_leaf
+        ]
+
+    def whole(self, number: int) -> DTensor | None:
+        """Return the DTensor that a piece is the shard of, if it is one."""
+        value = self.values[self.inventory.first_leaf[number]]
+        return value if isinstance(value, DTensor) else None

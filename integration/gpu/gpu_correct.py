@@ -26,7 +26,6 @@ from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.index import digest_starts
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.stager import Stager
-from dcp_checkfreq.snapshot.survey import Survey
 
 
 def stream_order(site: Site) -> Facts:
@@ -70,7 +69,7 @@ def torn_snapshot(site: Site, kind: str, mode: str, *, guarded: bool = True) -> 
             state = job.capture()
             want = frozen(state)
             snapshot = stager.begin(
-                state, Survey(state), guarded=guard.addresses(), on_gpu=mode == "gpu"
+                stager.survey(state), guarded=guard.addresses(), on_gpu=mode == "gpu"
             )
             if guarded:
                 guard.arm(snapshot)
@@ -287,7 +286,7 @@ def host_is_not_blocked(site: Site) -> Facts:
             job.compute()
             site.sync()
             state = job.capture()
-            snapshot = stager.begin(state, Survey(state), guarded=guard.addresses())
+            snapshot = stager.begin(stager.survey(state), guarded=guard.addresses())
             guard.arm(snapshot)
             begun_s = time.perf_counter()
             job.optim.step()

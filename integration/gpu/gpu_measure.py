@@ -25,7 +25,6 @@ from torch.distributed.checkpoint.staging import DefaultStager
 from dcp_checkfreq import Checkpointer
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.stager import Stager
-from dcp_checkfreq.snapshot.survey import Survey
 from dcp_checkfreq.storage.bounce import address_of, huge_buffer
 
 GIB = 1 << 30
@@ -94,7 +93,7 @@ def copies(site: Site) -> Facts:
         for _ in range(6):
             site.sync()
             snapshot = stager.begin(
-                state, Survey(state), guarded=guard.addresses(), on_gpu=mode == "gpu"
+                stager.survey(state), guarded=guard.addresses(), on_gpu=mode == "gpu"
             )
             begun_s = time.perf_counter()
             snapshot.wait()

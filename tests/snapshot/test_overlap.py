@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from dcp_checkfreq import SnapshotFailed
-from dcp_checkfreq.snapshot.guard import address_of
 from dcp_checkfreq.snapshot.pool import BufferPool
 from dcp_checkfreq.snapshot.stager import OVERLAP_FROM_BYTES, Stager
 from dcp_checkfreq.snapshot.survey import Survey
@@ -23,7 +22,7 @@ def stager(pool):
 
 
 def all_of(state):
-    return {address_of(one.local) for one in Survey(state).found}
+    return {piece.address for piece in Survey(state).inventory.pieces}
 
 
 def make_state():
@@ -33,7 +32,7 @@ def make_state():
 def test_guarded_tensors_are_copied_after_begin_returns_and_hold_what_they_held_then(held, stager):
     state = make_state()
     held.hold()
-    snapshot = stager.begin(state, guarded=all_of(state))
+    snapshot = stager.begin(stager.survey(state), guarded=all_of(state))
     assert held.begun.wait(10)
     assert not snapshot.is_done
     held.release()
@@ -50,7 +49,7 @@ def test_guarded_tensors_are_copied_after_begin_returns_and_hold_what_they_held_
 def test_all_else_is_copied_before_begin_returns(held, stager):
     state = make_state()
     held.hold()
-    snapshot = stager.begin(state, guarded=all_of({"a": state["a"]}))
+    snapshot = stager.begin(stager.survey(state), guarded=all_of({"a": state["a"]}))
     state["deep"]["b"][0].zero_()
     state["deep"]["b"][2]["n"].append(2)
     state["deep"]["b"].append("more")
@@ -67,7 +66,8 @@ def test_all_else_is_copied_before_begin_returns(held, stager):
 def test_little_is_copied_at_once(held, pool, size_bytes):
     state = {"w": torch.zeros(size_bytes // 4), "large": torch.ones(2 * OVERLAP_FROM_BYTES)}
     held.hold()
-    snapshot = Stager(pool).begin(state, guarded=all_of({"w": state["w"]}))
+    stager = Stager(pool)
+    snapshot = stager.begin(stager.survey(state), guarded=all_of({"w": state["w"]}))
     assert snapshot.is_done == (size_bytes < OVERLAP_FROM_BYTES)
     held.release()
     snapshot.wait()
@@ -91,7 +91,7 @@ def test_a_change_before_the_update_is_noticed_on_both_sides_and_stays_noticed(
 ):
     state = make_state()
     held.hold()
-    snapshot = stager.begin(state, guarded=all_of(state))
+    snapshot = stager.begin(stager.survey(state), guarded=all_of(state))
     held.begun.wait(10)
     change(state["a"])
     held.release()
@@ -102,7 +102,7 @@ def test_a_change_before_the_update_is_noticed_on_both_sides_and_stays_noticed(
 
 def test_a_change_after_the_copy_but_before_the_update_is_no_harm_or_is_noticed(held, stager):
     state = make_state()
-    snapshot = stager.begin(state, guarded=all_of(state))
+    snapshot = stager.begin(stager.survey(state), guarded=all_of(state))
     snapshot.wait()
     state["a"].zero_()
     try:
@@ -115,7 +115,7 @@ def test_a_change_after_the_copy_but_before_the_update_is_no_harm_or_is_noticed(
 def test_replaced_tensors_leave_the_copy_as_it_was(held, stager):
     state = make_state()
     held.hold()
-    snapshot = stager.begin(state, guarded=all_of(state))
+    snapshot = stager.begin(stager.survey(state), guarded=all_of(state))
     state["a"].data = torch.zeros(3)
     state["deep"]["b"][0] = torch.zeros(3)
     del state["deep"]
@@ -130,13 +130,13 @@ def test_a_copy_that_fails_is_told_to_whoever_waits_and_the_next_one_works(held,
     state = make_state()
     held.hold()
     held.error = error
-    snapshot = stager.begin(state, guarded=all_of(state))
+    snapshot = stager.begin(stager.survey(state), guarded=all_of(state))
     held.release()
     for look in (snapshot.before_update, snapshot.wait):
         with pytest.raises(SnapshotFailed, match="copying failed"):
             look()
     stager.release()
-    snapshot = stager.begin(state, guarded=all_of(state))
+    snapshot = stager.begin(stager.survey(state), guarded=all_of(state))
     snapshot.wait()
     assert torch.equal(snapshot.state["a"], state["a"])
 
@@ -147,7 +147,7 @@ def test_a_copy_that_fails_is_told_to_whoever_waits_and_the_next_one_works(held,
 def test_memory_is_not_given_back_while_a_copy_writes_into_it(held, pool, stager):
     state = make_state()
     held.hold()
-    snapshot = stager.begin(state, guarded=all_of(state))
+    snapshot = stager.begin(stager.survey(state), guarded=all_of(state))
     held.begun.wait(10)
     releasing = threading.Thread(target=stager.release)
     releasing.start()
@@ -163,12 +163,13 @@ def test_memory_is_not_given_back_while_a_copy_writes_into_it(held, pool, stager
 
 def test_a_second_snapshot_waits_until_the_first_is_released(held, pool, stager):
     first = make_state()
-    snapshot = stager.begin(first, guarded=all_of(first))
+    snapshot = stager.begin(stager.survey(first), guarded=all_of(first))
     done = []
 
     def second():
         other = {"a": torch.zeros(5000), "deep": {"b": [torch.zeros(3, 4)]}}
-        Stager(pool, overlap_from_bytes=0).begin(other, guarded=all_of(other)).wait()
+        another = Stager(pool, overlap_from_bytes=0)
+        another.begin(another.survey(other), guarded=all_of(other)).wait()
         done.append(True)
 
     waiting = threading.Thread(target=second)
@@ -187,7 +188,7 @@ def test_a_snapshot_that_nobody_holds_gives_its_memory_back(held, pool):
 
     state = make_state()
     stager = Stager(pool, overlap_from_bytes=0)
-    snapshot = stager.begin(state, guarded=all_of(state))
+    snapshot = stager.begin(stager.survey(state), guarded=all_of(state))
     snapshot.wait()
     del snapshot, stager
     gc.collect()
@@ -201,7 +202,7 @@ def test_an_error_while_copying_the_rest_gives_the_memory_back(held, pool, stage
 
     state = make_state() | {"x": Stubborn()}
     with pytest.raises(SnapshotFailed, match="mine"):
-        stager.begin(state, guarded=all_of({"a": state["a"]}))
+        stager.begin(stager.survey(state), guarded=all_of({"a": state["a"]}))
     pool.lease(10).release()
 
 
@@ -210,7 +211,9 @@ def test_an_error_while_copying_the_rest_gives_the_memory_back(held, pool, stage
 
 def test_only_what_is_asked_for_is_copied_and_the_rest_is_meta_of_the_same_kind(held, stager):
     state = make_state()
-    snapshot = stager.begin(state, only=frozenset({"deep.b.0"}), guarded=all_of(state))
+    snapshot = stager.begin(
+        stager.survey(state), only=frozenset({"deep.b.0"}), guarded=all_of(state)
+    )
     snapshot.wait()
     assert (snapshot.copied_bytes, snapshot.state_bytes) == (48, 4 * 5012)
     absent = snapshot.state["a"]
@@ -222,7 +225,7 @@ def test_only_what_is_asked_for_is_copied_and_the_rest_is_meta_of_the_same_kind(
 def test_a_tied_tensor_is_copied_if_any_of_its_names_is_written(stager):
     shared = torch.arange(20.0)
     state = {"a": shared, "b": shared.detach(), "c": {"d": shared.view(4, 5)}}
-    snapshot = stager.begin(state, only=frozenset({"c.d"}))
+    snapshot = stager.begin(stager.survey(state), only=frozenset({"c.d"}))
     snapshot.wait()
     assert snapshot.copied_bytes == 80
     assert torch.equal(snapshot.state["c"]["d"], shared.view(4, 5))
@@ -230,7 +233,7 @@ def test_a_tied_tensor_is_copied_if_any_of_its_names_is_written(stager):
 
 def test_nothing_to_write_copies_nothing(stager):
     state = make_state()
-    snapshot = stager.begin(state, only=frozenset(), guarded=all_of(state))
+    snapshot = stager.begin(stager.survey(state), only=frozenset(), guarded=all_of(state))
     snapshot.wait()
     assert snapshot.copied_bytes == 0
 
@@ -246,7 +249,7 @@ def test_guarded_tensors_of_every_layout_are_copied_late_and_right(late, stager,
     wanted = source.clone()
     state = {"t": source}
     late.hold()
-    snapshot = stager.begin(state, guarded=all_of(state))
+    snapshot = stager.begin(stager.survey(state), guarded=all_of(state))
     assert not snapshot.is_done
     snapshot.before_update()
     source.zero_()
@@ -260,7 +263,7 @@ def test_guarded_tensors_of_every_layout_are_copied_late_and_right(late, stager,
 def test_limit_a_change_through_data_is_not_noticed(held, stager):
     state = make_state()
     held.hold()
-    snapshot = stager.begin(state, guarded=all_of(state))
+    snapshot = stager.begin(stager.survey(state), guarded=all_of(state))
     held.begun.wait(10)
     state["a"].data.zero_()
     held.release()

@@ -34,27 +34,30 @@ def test_names_are_those_of_dcp():
     items = planner.create_local_plan().items
     planned = {item.index.fqn for item in items if item.type is not WriteItemType.BYTE_IO}
     survey = Survey(state)
-    assert {path for paths in survey.paths.values() for path in paths} == planned
+    assert {path for piece in survey.inventory.pieces for path in piece.paths} == planned
     assert len(planned) > 15
 
 
-def test_every_tensor_object_is_found_once_with_all_its_names():
+def test_every_piece_of_memory_is_found_once_with_all_its_names():
     one, two = torch.ones(3), torch.ones(3)
-    survey = Survey({"a": one, "b": {"c": [one, two]}, "d": one})
-    assert [found.path for found in survey.found] == ["a", "b.c.1"]
-    assert survey.paths[id(one)] == ["a", "b.c.0", "d"]
+    survey = Survey({"a": one, "b": {"c": [one, two]}, "d": one.detach(), "e": one[:2]})
+    assert [piece.paths for piece in survey.inventory.pieces] == [
+        ("a", "b.c.0", "d"),
+        ("b.c.1",),
+        ("e",),
+    ]
 
 
 def test_state_bytes_count_the_same_memory_once():
     base = torch.ones(100)
     survey = Survey({"a": base, "tied": base, "same": base.detach(), "other": torch.ones(7)})
-    assert survey.state_bytes == 4 * 107
+    assert survey.inventory.state_bytes == 4 * 107
 
 
 def test_what_dcp_does_not_look_into_holds_no_tensor_of_ours():
     survey = Survey({"tuple": (torch.ones(3),), "object": object(), "set": {1}})
-    assert survey.found == []
-    assert [entry[0] for entry in survey.structure] == ["tuple", "object", "set"]
+    assert survey.inventory.pieces == []
+    assert [entry[0] for entry in survey.inventory.structure] == ["tuple", "object", "set"]
 
 
 SAME = {
@@ -76,7 +79,7 @@ OTHER = {
 
 
 def structure(make):
-    return Survey(make()).structure
+    return Survey(make()).inventory.structure
 
 
 @pytest.mark.parametrize("make", SAME.values(), ids=SAME.keys())
@@ -103,7 +106,7 @@ def test_structures_that_are_equal_make_equal_plans():
     states = [make() for make in (*SAME.values(), *OTHER.values())]
     for one in states:
         for other in states:
-            if Survey(one).structure == Survey(other).structure:
+            if Survey(one).inventory.structure == Survey(other).inventory.structure:
                 assert signature(one) == signature(other)
 
 
