@@ -24,6 +24,8 @@ from torch.distributed.distributed_c10d import _get_default_store as get_default
 from torch.serialization import _get_layout as get_layout
 
 if TYPE_CHECKING:
+    from collections.abc import Sequence
+
     from torch._C._distributed_c10d import Store
 
 __all__ = [
@@ -33,7 +35,7 @@ __all__ = [
     "default_store",
     "get_default_store",
     "get_layout",
-    "version_of",
+    "versions_of",
 ]
 
 
@@ -50,6 +52,9 @@ def default_store() -> Store:
     return own
 
 
-def version_of(tensor: torch.Tensor) -> int:
-    """Return a number that in-place changes of the tensor raise; 0 where torch counts none."""
-    return 0 if tensor.is_inference() else tensor._version
+def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
+    """Return numbers that in-place changes of the tensors raise; 0 where torch counts none."""
+    try:
+        return [tensor._version for tensor in tensors]
+    except RuntimeError:  # tensors that were made in inference mode have none
+        return [0 if tensor.is_inference() else tensor._version for tensor in tensors]

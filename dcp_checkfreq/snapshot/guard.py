@@ -76,7 +76,8 @@ class Guard:
     @torch.no_grad()
     def addresses(self) -> set[Address]:
         """Return where the tensors are that only these optimizers change, in steps we hear of."""
-        return {address_of(local) for local in map(_local, self._tensors()) if local.nbytes}
+        found = {address_of(_local(one)) for one in self._tensors()}
+        return {address for address in found if address[1]}
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for optimizer in self._stepped:

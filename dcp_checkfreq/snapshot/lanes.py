@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import os
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
@@ -17,7 +17,7 @@ import torch
 
 from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.errors import SnapshotFailed
-from dcp_checkfreq.format.torch_private import version_of
+from dcp_checkfreq.format.torch_private import versions_of
 from dcp_checkfreq.snapshot.copies import copy_tensors
 
 _MOST_COPIES = 4  # of different writers at the same time; more wait
@@ -66,12 +66,11 @@ class _Watched:
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        self._seen = [
-            (one.name, tensor, version_of(tensor))
-            for one in copies
-            for tensor in (one.source, one.whole)
-            if tensor is not None
-        ]
+        seen = [(c.name, c.source) for c in copies]
+        seen += [(c.name, c.whole) for c in copies if c.whole is not None]
+        self._names = [name for name, _ in seen]
+        self._tensors = [tensor for _, tensor in seen]
+        self._versions = versions_of(self._tensors)
         self._are_allowed = False
         self._error: SnapshotFailed | None = None
         self._lock = threading.Lock()
@@ -94,14 +93,16 @@ class _Watched:
                 raise self._error
 
     def _look(self) -> None:
-        for name, source, version in self._seen:
-            if version_of(source) != version:
-                self._error = SnapshotFailed(
-                    f"{name!r} was changed while it was being copied, outside of the optimizer's "
-                    "step. Call wait_for_snapshot() before such a change, or use "
-                    "snapshot='blocking'"
-                )
-                return
+        versions = versions_of(self._tensors)
+        if versions == self._versions:
+            return
+        changed = zip(self._names, versions, self._versions, strict=True)
+        name = next(name for name, now, before in changed if now != before)
+        self._error = SnapshotFailed(
+            f"{name!r} was changed while it was being copied, outside of the optimizer's "
+            "step. Call wait_for_snapshot() before such a change, or use "
+            "snapshot='blocking'"
+        )
 
 
 @functools.cache
@@ -243,28 +244,24 @@ def _queue(copies: Sequence[Copy], stream: torch.cuda.Stream) -> _Span:
     return span
 
 
-def start_overlapped(copies: Sequence[Copy], clock: Clock) -> Iterator[Lane]:
+Copies = Mapping[torch.device, Sequence[Copy]]  # by device of the source
+
+
+def start_overlapped(copies: Copies, clock: Clock) -> Iterator[Lane]:
     """Start all copies: those of host memory in one lane, those of each GPU in one of its own.
 
     Sources are detached tensors, kept alive until the lane goes. Targets have the same shape and
     dtype; for CUDA sources they are pinned host memory, or on the source's GPU. Yields each lane
     as it is started, so that one that fails leaves the others known.
     """
-    for device, part in _by_device(copies).items():
+    for device, part in copies.items():
         yield _ThreadCopy(part, clock) if device.type == "cpu" else _StreamCopy(part)
 
 
-def copy_at_once(copies: Sequence[Copy]) -> Iterator[Lane]:
+def copy_at_once(copies: Copies) -> Iterator[Lane]:
     """Copy host memory before this ends, and queue copies from GPUs on the current streams."""
-    for device, part in _by_device(copies).items():
+    for device, part in copies.items():
         if device.type == "cpu":
             copy_tensors([one.source for one in part], [one.target for one in part])
         else:
             yield _QueuedCopy(part)
-
-
-def _by_device(copies: Sequence[Copy]) -> dict[torch.device, list[Copy]]:
-    parts: dict[torch.device, list[Copy]] = {}
-    for one in copies:
-        parts.setdefault(one.source.device, []).append(one)
-    return parts

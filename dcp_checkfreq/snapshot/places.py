@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,17 +21,15 @@ from dcp_checkfreq.snapshot.survey import Inventory, Piece
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Where a piece of memory is copied to, and when.
+    """Where a piece of memory is copied to.
 
     Attributes:
         offset: in the buffer.
         device: of the buffer; None: host.
-        overlaps: with training, as nobody changes it before the guard's word.
     """
 
     offset: int
     device: torch.device | None
-    overlaps: bool
 
     def part_of(self, memory: torch.Tensor, piece: Piece) -> torch.Tensor:
         """Return the tensor in the buffer that the copy goes into."""
@@ -50,6 +49,8 @@ class CopyPlan:
 
     Attributes:
         places: of every piece; None: not copied.
+        at_once: numbers of the pieces to copy before the call returns, by device of the source.
+        overlapped: of those to copy while training goes on.
     """
 
     def __init__(
@@ -67,13 +68,16 @@ class CopyPlan:
             piece if only is None or not only.isdisjoint(piece.paths) else None
             for piece in inventory.pieces
         ]
-        held_up = [p for p in wanted if p is not None and p.device.type == "cpu"]
         host_overlaps = overlap_from_bytes <= sum(
-            piece.size_bytes for piece in held_up if piece.address in guarded
+            piece.size_bytes
+            for piece in wanted
+            if piece is not None and piece.device.type == "cpu" and piece.address in guarded
         )
         sizes: dict[torch.device | None, int] = {}
         self.places: list[Place | None] = []
-        for piece in wanted:
+        self.at_once: dict[torch.device, list[int]] = {}
+        self.overlapped: dict[torch.device, list[int]] = {}
+        for number, piece in enumerate(wanted):
             if piece is None:
                 self.places.append(None)
                 continue
@@ -82,7 +86,9 @@ class CopyPlan:
             # As in the file, so that large parts can be written from where they lie.
             offset = next_place(sizes.get(device, 0), piece.size_bytes)
             sizes[device] = offset + piece.size_bytes
-            self.places.append(Place(offset, device, overlaps))
+            self.places.append(Place(offset, device))
+            group = self.overlapped if overlaps else self.at_once
+            group.setdefault(piece.device, []).append(number)
         self.host_bytes = sizes.pop(None, 0)
         self.gpu_bytes = {device: size for device, size in sizes.items() if device is not None}
         self.copied_bytes = sum(piece.size_bytes for piece in wanted if piece is not None)
@@ -101,18 +107,41 @@ class CopyPlan:
         return inventory is self.inventory and asked == self._asked
 
 
-@dataclass(slots=True)
 class Kept:
-    """Tensors that a snapshot made of a lease's memory, for the next one with the same plan.
+    """Tensors that snapshots of one plan make of the leased memory, each made once.
 
     It also keeps them alive: torch lets go of the GIL whenever a tensor dies, so that a thread
     which drops a snapshot of 800 tensors waits for seconds.
+
+    Attributes:
+        targets: what each piece is copied into; None: it is not copied.
+        tensors: what stands in the snapshot for each tensor of the state, by number of leaf. A
+            meta tensor stands for what another rank writes.
     """
 
-    plan: CopyPlan
-    parts: dict[int, torch.Tensor] = field(default_factory=dict)  # by piece
-    wrapped: dict[int, DTensor] = field(default_factory=dict)  # by leaf
-    absent: dict[int, torch.Tensor] = field(default_factory=dict)  # by piece
+    def __init__(self, plan: CopyPlan, leases: Leases, values: Sequence[object]) -> None:
+        self.plan: CopyPlan | None = plan
+        self.targets: list[torch.Tensor | None] = []
+        self.tensors: dict[int, torch.Tensor] = {}
+        stands: list[torch.Tensor] = []
+        for piece, place in zip(plan.inventory.pieces, plan.places, strict=True):
+            target = None if place is None else place.part_of(leases.of(place.device).memory, piece)
+            self.targets.append(target)
+            if target is None:
+                target = torch.empty(piece.shape, dtype=piece.dtype, device="meta")
+            stands.append(target)
+        for leaf, number in enumerate(plan.inventory.piece_of):
+            if number is None:
+                continue
+            value, local = values[leaf], stands[number]
+            # Not `from_local`: it would move the shard to the device of the mesh.
+            self.tensors[leaf] = _with_local(value, local) if isinstance(value, DTensor) else local
+
+    def forget(self) -> None:
+        """Let go of all tensors, as some of the memory is to go."""
+        self.plan = None
+        self.targets.clear()
+        self.tensors.clear()
 
 
 class Leases:
@@ -128,6 +157,20 @@ class Leases:
         """Return the memory on this device; None: of the host."""
         return self.host if device is None else self.on_device[device]
 
+    def kept(self, plan: CopyPlan, values: Sequence[object]) -> Kept:
+        """Return the tensors of this plan: those of the snapshot before, if they are of it."""
+        leases = (self.host, *self.on_device.values())
+        kept = self.host.kept
+        if (
+            not isinstance(kept, Kept)
+            or kept.plan is not plan
+            or any(lease.kept is not kept for lease in leases)
+        ):
+            kept = Kept(plan, self, values)
+            for lease in leases:
+                lease.kept = kept
+        return kept
+
     def handed_to(self, worker: threading.Thread) -> None:
         """Name the thread whose end ends the leases."""
         for lease in (self.host, *self.on_device.values()):
@@ -142,55 +185,6 @@ class Leases:
                 continue  # raised where the snapshot is used
         for lease in (self.host, *self.on_device.values()):
             lease.release()
-
-
-class Parts:
-    """Tensors that are parts of the buffers: those of the snapshot before, if the plan is the same.
-
-    Each lease keeps those of its own memory, so that none outlives it.
-    """
-
-    def __init__(self, plan: CopyPlan, leases: Leases) -> None:
-        self._plan = plan
-        self._leases = leases
-        for lease in (leases.host, *leases.on_device.values()):
-            if not isinstance(lease.kept, Kept) or lease.kept.plan is not plan:
-                lease.kept = Kept(plan)
-
-    def _kept(self, device: torch.device | None) -> Kept:
-        kept = self._leases.of(device).kept
-        assert isinstance(kept, Kept)
-        return kept
-
-    def part(self, number: int, place: Place) -> torch.Tensor:
-        """Return the tensor that a piece is copied into."""
-        parts = self._kept(place.device).parts
-        if number not in parts:
-            memory = self._leases.of(place.device).memory
-            parts[number] = place.part_of(memory, self._plan.inventory.pieces[number])
-        return parts[number]
-
-    def absent(self, number: int) -> torch.Tensor:
-        """Return a meta tensor that stands for a piece which another rank writes."""
-        absent = self._kept(None).absent
-        if number not in absent:
-            piece = self._plan.inventory.pieces[number]
-            absent[number] = torch.empty(piece.shape, dtype=piece.dtype, device="meta")
-        return absent[number]
-
-    def of_leaf(self, leaf: int, value: torch.Tensor) -> torch.Tensor:
-        """Return what stands for a tensor of the state: a part, or a DTensor of one."""
-        number = self._plan.inventory.piece_of[leaf]
-        assert number is not None
-        place = self._plan.places[number]
-        local = self.absent(number) if place is None else self.part(number, place)
-        if not isinstance(value, DTensor):
-            return local
-        wrapped = self._kept(None if place is None else place.device).wrapped
-        if leaf not in wrapped:
-            # Not `from_local`: it would move the shard to the device of the mesh.
-            wrapped[leaf] = _with_local(value, local)
-        return wrapped[leaf]
 
 
 def _with_local(tensor: DTensor, local: torch.Tensor) -> DTensor:

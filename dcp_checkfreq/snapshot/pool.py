@@ -11,7 +11,7 @@ import ctypes
 import gc
 import logging
 import threading
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -24,6 +24,14 @@ _SLACK_BYTES = 64 << 20  # not worth a new allocation
 _POLL_S = 0.2  # how often a waiting thread looks whether the holder's thread has died
 
 
+class Keepable(Protocol):
+    """What a snapshot leaves for the next one, made of leased memory."""
+
+    def forget(self) -> None:
+        """Let go of what is made of the memory: it goes now."""
+        ...
+
+
 class Lease:
     """The right to write one slot, until `release`.
 
@@ -34,7 +42,7 @@ class Lease:
             release (its save failed before writing), the slot counts as free.
     """
 
-    def __init__(self, pool: BufferPool, memory: torch.Tensor, kept: object) -> None:
+    def __init__(self, pool: BufferPool, memory: torch.Tensor, kept: Keepable | None) -> None:
         self._pool = pool
         self.memory = memory
         self.kept = kept
@@ -73,7 +81,7 @@ class BufferPool:
         self._clock = clock or SystemClock()
         self._free = threading.Condition()
         self._memory: torch.Tensor | None = None
-        self.kept: object = None
+        self.kept: Keepable | None = None
         self._lease: Lease | None = None
         self._leases_of_memory = 0  # how often this memory was leased
 
@@ -149,7 +157,9 @@ class BufferPool:
         if self._memory is not None and self._device is None:
             _unpin(self._memory)
         self._memory = None
-        self.kept = None
+        if self.kept is not None:
+            self.kept.forget()
+            self.kept = None
 
 
 def _allocate(size_bytes: int, device: torch.device | None) -> torch.Tensor:

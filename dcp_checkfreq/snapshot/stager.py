@@ -18,12 +18,13 @@ from dcp_checkfreq.errors import CheckFreqError, SnapshotFailed
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.snapshot.guard import Address
 from dcp_checkfreq.snapshot.lanes import Copy, Lane, copy_at_once, start_overlapped
-from dcp_checkfreq.snapshot.places import CopyPlan, Kept, Leases, Parts
+from dcp_checkfreq.snapshot.places import CopyPlan, Kept, Leases
 from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool, device_pool
 from dcp_checkfreq.snapshot.survey import Inventory, Survey
 
 # Less than this is copied at once: a thread would cost more than it saves.
 OVERLAP_FROM_BYTES = 1 << 20
+_NEVER_CHANGES = (str, int, float, bool, type(None))
 _GPU_SHARE = 0.9  # of the free GPU memory; the rest is for peaks that were not seen
 
 
@@ -139,9 +140,14 @@ class Stager:
         Raises:
             UnsupportedState: a tensor that could not be written, or loaded again.
         """
-        kept = self._pool.kept
+        plan = self._plan_before()
         with collector_held():
-            return Survey(state, kept.plan.inventory if isinstance(kept, Kept) else None)
+            return Survey(state, None if plan is None else plan.inventory)
+
+    def _plan_before(self) -> CopyPlan | None:
+        """Return the plan of the snapshot before."""
+        kept = self._pool.kept
+        return kept.plan if isinstance(kept, Kept) else None
 
     @torch.no_grad()
     def begin(
@@ -207,28 +213,17 @@ class Stager:
         on_gpu: bool,
     ) -> CopyPlan:
         """Return the plan of the snapshot before, if it fits this one, or a new one."""
-        from_bytes, kept = self._overlap_from_bytes, self._pool.kept
-        if isinstance(kept, Kept) and kept.plan.is_for(
+        from_bytes, before = self._overlap_from_bytes, self._plan_before()
+        if before is not None and before.is_for(
             inventory, only, guarded, on_gpu=on_gpu, overlap_from_bytes=from_bytes
         ):
-            return kept.plan
+            return before
         return CopyPlan(inventory, only, guarded, on_gpu=on_gpu, overlap_from_bytes=from_bytes)
 
     def _copy(self, survey: Survey, plan: CopyPlan, leases: Leases) -> _Staged:
-        parts = Parts(plan, leases)
-        copies: dict[bool, list[Copy]] = {True: [], False: []}
-        for number, place in enumerate(plan.places):
-            if place is not None:
-                copies[place.overlaps].append(
-                    Copy(
-                        plan.inventory.pieces[number].paths[0],
-                        survey.locals[number],
-                        parts.part(number, place),
-                        survey.whole(number),
-                    )
-                )
+        kept = leases.kept(plan, survey.values)
         begun_s = self._clock.monotonic_s()
-        for lane in copy_at_once(copies[False]):
+        for lane in copy_at_once(_copies(plan.at_once, survey, kept)):
             leases.lanes.append(lane)
         leases.at_once_s = self._clock.monotonic_s() - begun_s
 
@@ -238,14 +233,12 @@ class Stager:
                 return {key: rebuilt(inner) for key, inner in tree.items()}
             if isinstance(tree, list):
                 return [rebuilt(inner) for inner in tree]
-            value = survey.values[tree]
-            if isinstance(value, torch.Tensor):
-                return parts.of_leaf(tree, value)
-            return _own_copy(value)
+            tensor = kept.tensors.get(tree)
+            return _own_copy(survey.values[tree]) if tensor is None else tensor
 
         staged = _Staged({key: rebuilt(tree) for key, tree in survey.tree.items()})
         # Last: a thread that copies would be in the way of all of the above.
-        for lane in start_overlapped(copies[True], self._clock):
+        for lane in start_overlapped(_copies(plan.overlapped, survey, kept), self._clock):
             leases.lanes.append(lane)
         return staged
 
@@ -296,7 +289,7 @@ def gpu_copy_s(survey: Survey, guarded: AbstractSet[Address]) -> float | None:
         ]
         try:
             for warm in (False, True):
-                (queued,) = copy_at_once(copies)
+                (queued,) = copy_at_once({device: copies})
                 queued.wait()
                 if warm:
                     seconds_s = max(seconds_s, queued.seconds_s)
@@ -305,12 +298,28 @@ def gpu_copy_s(survey: Survey, guarded: AbstractSet[Address]) -> float | None:
     return seconds_s if plan.gpu_bytes else None
 
 
+def _copies(
+    numbers: Mapping[torch.device, Sequence[int]], survey: Survey, kept: Kept
+) -> dict[torch.device, list[Copy]]:
+    pieces, targets = survey.inventory.pieces, kept.targets
+    return {
+        device: [
+            Copy(pieces[n].paths[0], survey.locals[n], target, survey.whole(n))
+            for n in group
+            if (target := targets[n]) is not None
+        ]
+        for device, group in numbers.items()
+    }
+
+
 def _own_copy(value: Any) -> Any:
     """Deep-copy what DCP will pickle. Its tensors get memory of their own.
 
     Pickling a tensor writes all of the storage behind it: for a view of the buffer that would be
     the whole snapshot, and for a view of the user's memory all that it is a view of.
     """
+    if type(value) in _NEVER_CHANGES:
+        return value
     memo: dict[int, Any] = {}
 
     def clone(inner: Any) -> None:

@@ -66,25 +66,25 @@ class Inventory:
         self.first_leaf: list[int] = []
         numbers: dict[object, int] = {}
         paths: list[list[str]] = []
-        for leaf, (path, value, mark) in enumerate(
-            zip(look.paths, look.values, look.marks, strict=True)
-        ):
+        for leaf, (path, value) in enumerate(zip(look.paths, look.values, strict=True)):
             self.structure.append(describe(path, value))
-            if mark is None:
+            if not isinstance(value, torch.Tensor):
                 self.piece_of.append(None)
                 continue
-            _check(value, look.locals[leaf], path)
-            number = numbers.setdefault(mark[0], len(numbers))
+            local = look.local(leaf)
+            _check(value, local, path)
+            # Those without elements have no memory, so that others would seem to be the same.
+            memory = memory_of(local) if local.nbytes else path
+            number = numbers.setdefault(memory, len(numbers))
             if number == len(self.first_leaf):
                 self.first_leaf.append(leaf)
                 paths.append([])
             paths[number].append(path)
             self.piece_of.append(number)
+        locals_ = map(look.local, self.first_leaf)
         self.pieces = [
             Piece(tuple(found), address_of(local), local.dtype, local.shape, local.device)
-            for found, local in zip(
-                paths, (look.locals[leaf] for leaf in self.first_leaf), strict=True
-            )
+            for found, local in zip(paths, locals_, strict=True)
         ]
         self.state_bytes = sum(piece.size_bytes for piece in self.pieces)
 
@@ -94,52 +94,49 @@ class Inventory:
 
 
 class _Look:
-    """One walk through a state, which reads every container once."""
+    """One walk through a state, which reads every container once. It is at work in every save."""
 
     def __init__(self, state: Mapping[str, object]) -> None:
         self.paths: list[str] = []
         self.values: list[object] = []
-        self.locals: list[Any] = []  # this rank's part of a tensor; anything for other values
-        self.marks: list[_Mark | None] = []  # of a tensor: its memory, and all else of note
+        self.marks: list[_Mark | None] = []  # of a tensor: all of it that matters but its data
+        self._shards: dict[int, torch.Tensor] = {}
         self.tree = {key: self._visit(value, str(key)) for key, value in state.items()}
 
     def _visit(self, value: object, path: str) -> Any:
         """Look where DCP looks: into mappings and lists. What else there is becomes a byte item."""
         if isinstance(value, torch.Tensor):
-            self._leaf(value, path, *_marked(value, path))
+            try:
+                self.marks.append(self._mark(value))
+            except RuntimeError:  # sparse, say
+                _check(value, self._shards.get(len(self.values), value), path)
+                raise
         elif isinstance(value, Mapping):
             return {key: self._visit(inner, f"{path}.{key}") for key, inner in value.items()}
         elif isinstance(value, list):
             return [self._visit(inner, f"{path}.{number}") for number, inner in enumerate(value)]
         else:
-            self._leaf(value, path, None, None)
-        return len(self.values) - 1
-
-    def _leaf(self, value: object, path: str, local: object, mark: _Mark | None) -> None:
+            self.marks.append(None)
         self.paths.append(path)
         self.values.append(value)
-        self.locals.append(local)
-        self.marks.append(mark)
+        return len(self.values) - 1
+
+    def _mark(self, tensor: torch.Tensor) -> _Mark:
+        if isinstance(tensor, DTensor):
+            shard = self._shards[len(self.values)] = tensor.to_local()
+            layout = (tensor.shape, tensor.stride(), tensor.placements, tensor.device_mesh)
+            return type(tensor), type(shard), layout, *memory_of(shard)
+        return type(tensor), *memory_of(tensor)
+
+    def local(self, leaf: int) -> torch.Tensor:
+        """Return this rank's part of a tensor."""
+        value = self._shards.get(leaf, self.values[leaf])
+        assert isinstance(value, torch.Tensor)
+        return value
 
 
-def _marked(tensor: torch.Tensor, path: str) -> tuple[torch.Tensor, _Mark]:
-    """Return this rank's part, and (its memory, what else of the tensor has to stay the same)."""
-    local, rest = tensor, _Mark()
-    if isinstance(tensor, DTensor):
-        local = tensor.to_local()
-        rest = (tensor.shape, tensor.stride(), tensor.placements, tensor.device_mesh)
-    try:
-        memory = memory_of(local)
-    except RuntimeError:
-        _check(tensor, local, path)
-        raise
-    if 0 in local.shape:
-        memory = (path, *memory)  # it has none, so that others would seem to be the same
-    return local, (memory, type(tensor), type(local), *rest)
-
-
-def _check(tensor: object, local: torch.Tensor, path: str) -> None:
-    if isinstance(tensor, torch.Tensor) and is_sharded_tensor(tensor):
+def _check(tensor: torch.Tensor, local: torch.Tensor, path: str) -> None:
+    if is_sharded_tensor(tensor):
         raise UnsupportedState(
             path,
             "ShardedTensor",
@@ -175,7 +172,7 @@ class Survey:
         self.tree: dict[str, Any] = look.tree
         self.values = look.values
         self.locals: list[torch.Tensor] = [
-            look.locals[leaf].detach() for leaf in self.inventory.first_leaf
+            look.local(leaf).detach() for leaf in self.inventory.first_leaf
         ]
 
     def whole(self, number: int) -> DTensor | None:

@@ -105,11 +105,18 @@ def test_no_other_private_name_is_in_what_stock_dcp_writes(tmp_path):
 
 
 def test_in_place_changes_raise_the_version_also_of_detached_views():
-    parameter = torch.nn.Parameter(torch.zeros(3))
-    seen = parameter.detach()
-    before = torch_private.version_of(seen)
+    parameter, other = torch.nn.Parameter(torch.zeros(3)), torch.zeros(2)
+    seen = [parameter.detach(), other]
+    before = torch_private.versions_of(seen)
     with torch.no_grad():
         parameter.add_(1)
-    assert torch_private.version_of(seen) > before
+    after = torch_private.versions_of(seen)
+    assert after[0] > before[0]
+    assert after[1] == before[1]
+
+
+def test_a_tensor_of_inference_mode_has_no_version():
+    other = torch.zeros(2).add_(1)
     with torch.inference_mode():
-        assert torch_private.version_of(torch.zeros(2)) == 0
+        assert torch_private.versions_of([torch.zeros(2), other]) == [0, other._version]
+    assert other._version == 1
