@@ -30,6 +30,8 @@ def copy_tensors(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor
     spans: list[Span] = []
     queued = False
     for source, target in zip(sources, targets, strict=True):
+        if source.nbytes != target.nbytes:
+            raise ValueError(f"{source.nbytes} bytes do not fit into {target.nbytes}")
         if source.is_cpu and source.is_contiguous() and not (source.is_conj() or source.is_neg()):
             spans += _cut(target.data_ptr(), source.data_ptr(), source.nbytes)
         else:
