@@ -27,39 +27,45 @@ class NamedModule:
 
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
-        self._keys: list[str] = []  # of the module's own state dict, when the names were learned
-        self._keys_by_fqn: dict[str, str] = {}  # in torch's order
+        self._learned_from: object = None
+        self._renamed: list[tuple[str, str]] = []  # key and FQN, where they differ
         self._may_learn = True
 
     @torch.no_grad()
     def capture(self) -> dict[str, Any]:
         """Return what `get_model_state_dict` would. Tensors are the live ones, detached."""
-        if self._keys:
-            own = self.module.state_dict()
-            if list(own) == self._keys:
-                return {fqn: own[key] for fqn, key in self._keys_by_fqn.items()}
-            self._keys = []
+        if self._learned_from is not None:
+            own: dict[str, Any] = self.module.state_dict()
+            if self._learned_from == self._names_depend_on(own):
+                return self._rename(own)
+            self._learned_from = None
         asked: dict[str, Any] = get_model_state_dict(self.module)
         if self._may_learn:
             self._may_learn = self._learn(asked)
         return asked
 
+    def _names_depend_on(self, own: Mapping[str, Any]) -> object:
+        return list(own), _kinds(self.module)
+
+    def _rename(self, own: dict[str, Any]) -> dict[str, Any]:
+        """Rename in place, as torch does: what hangs on the dict (versions of modules) stays."""
+        for key, fqn in self._renamed:
+            own[fqn] = own.pop(key)
+        return own
+
     def _learn(self, asked: Mapping[str, Any]) -> bool:
         if _is_fsdp1(self.module):
             return False
         own = self.module.state_dict()
-        renamed = zip(
-            (fqn for fqn in asked if fqn not in own),
-            (key for key in own if key not in asked),
-            strict=False,  # a length that differs is noticed below
-        )
-        keys_by_fqn = {fqn: fqn for fqn in asked if fqn in own} | dict(renamed)
-        if len(keys_by_fqn) != len(own) or len(asked) != len(own):
+        learned_from = self._names_depend_on(own)
+        gone = [key for key in own if key not in asked]
+        came = [fqn for fqn in asked if fqn not in own]
+        if len(gone) != len(came):
             return False
-        self._keys_by_fqn = {fqn: keys_by_fqn[fqn] for fqn in asked}
-        if not is_alike({fqn: own[key] for fqn, key in self._keys_by_fqn.items()}, asked):
+        self._renamed = list(zip(gone, came, strict=True))
+        if not is_alike(self._rename(own), asked):
             return False
-        self._keys = list(own)
+        self._learned_from = learned_from
         return True
 
 
@@ -94,7 +100,8 @@ class NamedOptimizer:
     def _names_depend_on(self) -> object:
         """Return which parameters the optimizer has, in order, and what the owner calls its own."""
         mine = [id(p) for group in self.optimizer.param_groups for p in group[_PARAMS]]
-        return mine, [(name, id(p)) for name, p in self.owner.named_parameters()]
+        names = [(name, id(p)) for name, p in self.owner.named_parameters()]
+        return mine, names, _kinds(self.owner)
 
     def _learn(self, asked: Mapping[str, Any]) -> bool:
         if _is_fsdp1(self.owner):
@@ -146,6 +153,11 @@ def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
         return tensor.shape, local.dtype, local.shape, local.stride(), local.data_ptr()
     except RuntimeError:  # sparse, or a subclass without memory of its own
         return (id(tensor),)
+
+
+def _kinds(module: torch.nn.Module) -> list[type]:
+    """Return the types of all modules: wrappers (DDP, compiled) do not count in names."""
+    return list(map(type, module.modules()))
 
 
 def _is_fsdp1(module: torch.nn.Module) -> bool:

@@ -548,7 +548,6 @@ def test_whatever_is_changed_names_are_those_of_torch(tree, changes):
         assert job.newly_asked() == (0, 0)
 
 
-@pytest.mark.xfail(reason="what torch leaves out of names depends on types of modules, too")
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -573,7 +572,6 @@ class Extra(Inner):
         return id(self)
 
 
-@pytest.mark.xfail(reason="a name in both state dicts is taken for the same entry")
 @pytest.mark.parametrize("tell_apart", ["values", "tensors"])
 def test_names_that_overlap_are_told_apart(group, tell_apart):
     if tell_apart == "values":
@@ -589,7 +587,6 @@ def test_names_that_overlap_are_told_apart(group, tell_apart):
     job.check()
 
 
-@pytest.mark.xfail(reason="a plain dict has no versions: `load_state_dict` converts as if from old")
 def test_versions_of_modules_are_kept():
     named = NamedModule(Net())
     for _ in range(2):
