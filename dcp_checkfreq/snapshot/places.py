@@ -158,17 +158,19 @@ class Leases:
         return self.host if device is None else self.on_device[device]
 
     def kept(self, plan: CopyPlan, values: Sequence[object]) -> Kept:
-        """Return the tensors of this plan: those of the snapshot before, if they are of it."""
+        """Return the tensors of this plan: those that an earlier snapshot has left, or new ones."""
         leases = (self.host, *self.on_device.values())
-        kept = self.host.kept
-        if (
-            not isinstance(kept, Kept)
-            or kept.plan is not plan
-            or any(lease.kept is not kept for lease in leases)
-        ):
+        for kept in self.host.kept:
+            if (
+                isinstance(kept, Kept)
+                and kept.plan is plan
+                and all(kept in lease.kept for lease in leases)
+            ):
+                break
+        else:
             kept = Kept(plan, self, values)
-            for lease in leases:
-                lease.kept = kept
+        for lease in leases:
+            lease.keep(kept)
         return kept
 
     def handed_to(self, worker: threading.Thread) -> None:

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import logging
 import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import torch
@@ -21,11 +22,12 @@ from dcp_checkfreq.storage.bounce import HUGE_PAGE_BYTES, huge_buffer
 
 _log = logging.getLogger(__name__)
 _SLACK_BYTES = 64 << 20  # not worth a new allocation
+_MOST_KEPT = 4  # jobs save few different states in turn: a model, its average, ...
 _POLL_S = 0.2  # how often a waiting thread looks whether the holder's thread has died
 
 
 class Keepable(Protocol):
-    """What a snapshot leaves for the next one, made of leased memory."""
+    """What a snapshot leaves for later ones, made of leased memory."""
 
     def forget(self) -> None:
         """Let go of what is made of the memory: it goes now."""
@@ -37,21 +39,28 @@ class Lease:
 
     Attributes:
         memory: [size_bytes], uint8, starting at a multiple of 4096.
-        kept: what the last snapshot has left for the next one. It goes when the memory goes.
         worker: the thread that writes the bytes out, once it is known. When it ends without a
             release (its save failed before writing), the slot counts as free.
     """
 
-    def __init__(self, pool: BufferPool, memory: torch.Tensor, kept: Keepable | None) -> None:
+    def __init__(self, pool: BufferPool, memory: torch.Tensor) -> None:
         self._pool = pool
         self.memory = memory
-        self.kept = kept
         self.worker: threading.Thread | None = None
 
     def touch(self) -> None:
         """Have the system provide the memory now, if it has not yet."""
         if self._pool.is_untouched and not self.memory.is_pinned():
             ctypes.memset(self.memory.data_ptr(), 0, self.memory.nbytes)
+
+    @property
+    def kept(self) -> Sequence[Keepable]:
+        """What the last snapshots in this memory have left, newest first."""
+        return self._pool.kept
+
+    def keep(self, one: Keepable) -> None:
+        """Leave something for later snapshots. It goes when the memory goes."""
+        self._pool._keep(one)
 
     def release(self) -> None:
         """Give the slot back; its content may change from now on. May be called twice."""
@@ -66,7 +75,7 @@ class BufferPool:
         wait_s: how long `lease` waits for the slot before it gives up.
 
     Attributes:
-        kept: what the last snapshot has left for the next one.
+        kept: what the last snapshots have left for later ones, newest first.
     """
 
     def __init__(
@@ -81,7 +90,7 @@ class BufferPool:
         self._clock = clock or SystemClock()
         self._free = threading.Condition()
         self._memory: torch.Tensor | None = None
-        self.kept: Keepable | None = None
+        self.kept: tuple[Keepable, ...] = ()
         self._lease: Lease | None = None
         self._leases_of_memory = 0  # how often this memory was leased
 
@@ -112,7 +121,7 @@ class BufferPool:
                 self._memory = _allocate(size_bytes, self._device)
                 self._leases_of_memory = 0
             self._leases_of_memory += 1
-            self._lease = Lease(self, self._memory[:size_bytes], self.kept)
+            self._lease = Lease(self, self._memory[:size_bytes])
             return self._lease
 
     def _suits(self, size_bytes: int, fit: bool) -> bool:
@@ -144,8 +153,13 @@ class BufferPool:
                 self._free.notify_all()
 
     def _end(self, lease: Lease) -> None:
-        self.kept = lease.kept
         self._lease = None
+
+    def _keep(self, one: Keepable) -> None:
+        others = [other for other in self.kept if other is not one]
+        self.kept = (one, *others[: _MOST_KEPT - 1])
+        for other in others[_MOST_KEPT - 1 :]:
+            other.forget()
 
     def drop(self) -> None:
         """Free the memory if no one has leased it."""
@@ -157,9 +171,9 @@ class BufferPool:
         if self._memory is not None and self._device is None:
             _unpin(self._memory)
         self._memory = None
-        if self.kept is not None:
-            self.kept.forget()
-            self.kept = None
+        gone, self.kept = self.kept, ()
+        for one in gone:
+            one.forget()
 
 
 def _allocate(size_bytes: int, device: torch.device | None) -> torch.Tensor:

@@ -135,19 +135,21 @@ class Stager:
         return snapshot.state
 
     def survey(self, state: Mapping[str, Any]) -> Survey:
-        """Look at a state, which may be that of the snapshot before.
+        """Look at a state, which may be that of an earlier snapshot.
 
         Raises:
             UnsupportedState: a tensor that could not be written, or loaded again.
         """
-        plan = self._plan_before()
         with collector_held():
-            return Survey(state, None if plan is None else plan.inventory)
+            return Survey(state, [plan.inventory for plan in self._plans_before()])
 
-    def _plan_before(self) -> CopyPlan | None:
-        """Return the plan of the snapshot before."""
-        kept = self._pool.kept
-        return kept.plan if isinstance(kept, Kept) else None
+    def _plans_before(self) -> list[CopyPlan]:
+        """Return the plans of the last snapshots."""
+        return [
+            kept.plan
+            for kept in self._pool.kept
+            if isinstance(kept, Kept) and kept.plan is not None
+        ]
 
     @torch.no_grad()
     def begin(
@@ -212,12 +214,11 @@ class Stager:
         *,
         on_gpu: bool,
     ) -> CopyPlan:
-        """Return the plan of the snapshot before, if it fits this one, or a new one."""
-        from_bytes, before = self._overlap_from_bytes, self._plan_before()
-        if before is not None and before.is_for(
-            inventory, only, guarded, on_gpu=on_gpu, overlap_from_bytes=from_bytes
-        ):
-            return before
+        """Return the plan of an earlier snapshot that fits this one, or a new one."""
+        from_bytes = self._overlap_from_bytes
+        for plan in self._plans_before():
+            if plan.is_for(inventory, only, guarded, on_gpu=on_gpu, overlap_from_bytes=from_bytes):
+                return plan
         return CopyPlan(inventory, only, guarded, on_gpu=on_gpu, overlap_from_bytes=from_bytes)
 
     def _copy(self, survey: Survey, plan: CopyPlan, leases: Leases) -> _Staged:

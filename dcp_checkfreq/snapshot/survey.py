@@ -6,7 +6,7 @@ its `Inventory`, and the next survey recognises it rather than work it out again
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,10 +151,10 @@ class Survey:
 
     Args:
         state: to look at.
-        known: the inventory of an earlier state, which may be that of this one.
+        known: inventories of earlier states; one may be that of this state.
 
     Attributes:
-        inventory: ``known`` itself, if that is what was found.
+        inventory: one of ``known``, if that is what was found.
         tree: the state's nesting of mappings and lists, with numbers of leaves.
         values: of all leaves.
         locals: this rank's part of each piece, detached: an object of its own, which
@@ -165,10 +165,10 @@ class Survey:
     """
 
     @torch.no_grad()
-    def __init__(self, state: Mapping[str, object], known: Inventory | None = None) -> None:
+    def __init__(self, state: Mapping[str, object], known: Sequence[Inventory] = ()) -> None:
         look = _Look(state)
-        recognised = known is not None and known.is_of(look)
-        self.inventory = known if known is not None and recognised else Inventory(look)
+        recognised = next((one for one in known if one.is_of(look)), None)
+        self.inventory = recognised or Inventory(look)
         self.tree: dict[str, Any] = look.tree
         self.values = look.values
         self.locals: list[torch.Tensor] = [

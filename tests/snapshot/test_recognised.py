@@ -17,7 +17,7 @@ from dcp_checkfreq.snapshot.survey import Survey
 
 def recognised(before, after):
     known = Survey(before).inventory
-    return Survey(after, known).inventory is known
+    return Survey(after, [known]).inventory is known
 
 
 def test_a_trained_job_is_recognised_from_save_to_save():
@@ -32,7 +32,7 @@ def test_a_trained_job_is_recognised_from_save_to_save():
 
     known = Survey(step()).inventory
     for _ in range(3):
-        assert Survey(step(), known).inventory is known
+        assert Survey(step(), [known]).inventory is known
 
 
 BASE = torch.arange(12.0).view(3, 4)
@@ -113,20 +113,40 @@ def test_what_is_kept_holds_no_tensor_of_the_state():
     del tensor, stager
     gc.collect()
     assert gone() is None
-    assert pool.kept is not None
+    assert len(pool.kept) == 1
 
 
 def test_what_is_kept_goes_when_its_memory_goes():
     pool = BufferPool()
     stager = Stager(pool)
     stager.stage({"w": torch.ones(1000)})
-    kept = pool.kept
+    (kept,) = pool.kept
     stager.release()
     pool.drop()
-    assert pool.kept is None
+    assert not pool.kept
     assert kept.plan is None
     assert not kept.targets
     assert not kept.tensors
+
+
+def test_states_that_are_saved_in_turn_are_all_recognised_and_few_are_kept():
+    pool = BufferPool()
+    states = [{"w": torch.ones(n)} for n in range(1, 7)]
+
+    def stage(state):
+        stager = Stager(pool)
+        survey = stager.survey(state)
+        stager.begin(survey).wait()
+        stager.release()
+        return survey.inventory
+
+    first = [stage(state) for state in states[:4]]
+    assert [stage(state) for state in states[:4]] == first
+    for state in states[4:]:
+        stage(state)
+    assert len(pool.kept) == 4
+    assert stage(states[3]) is first[3]
+    assert stage(states[0]) is not first[0]
 
 
 # --- any sequence of saves ---
