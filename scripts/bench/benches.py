@@ -14,6 +14,7 @@ from arms_async import ASYNC_ARMS
 from arms_load import LOAD_ARMS
 from arms_save import SAVE_ARMS
 from harness import may_drop_caches
+from jobs_call import CALL_ARMS
 from launch import merge, run_workers
 from machine import REPOSITORY
 from report import make_report
@@ -103,6 +104,13 @@ def async_bench(options: Options) -> list[Report]:
         merge(samples, result["samples"])
         result["samples"] = samples
         return [options.report("async", str(options.ranks), folder, result)]
+
+
+def call_bench(options: Options) -> list[Report]:
+    """Starts of saves, by number of tensors."""
+    with options.scratch() as folder:
+        result = run_workers(options.spec("call", folder, options.pick(CALL_ARMS)))
+        return [options.report("call", str(options.ranks), folder, result)]
 
 
 def load_bench(options: Options) -> list[Report]:

@@ -20,6 +20,7 @@ from benches import (
     Options,
     Report,
     async_bench,
+    call_bench,
     load_bench,
     reshard_bench,
     save_bench,
@@ -27,12 +28,14 @@ from benches import (
 from benches_data import LOADS, data_bench
 from benches_s3 import s3_bench
 from benches_staged import staged_bench
+from jobs_call import PARAMETERS
 from report import print_report, read_reports, save_reports
 from states import SCALES, STATES
 
 StateName = Enum("StateName", {name: name for name in STATES}, type=str)
 Scale = Enum("Scale", {name: name for name in SCALES}, type=str)
 Place = Enum("Place", {name: name for name in PLACES}, type=str)
+CallName = Enum("CallName", {name: name for name in PARAMETERS}, type=str)
 LoadName = Enum("LoadName", {name: name for name in LOADS}, type=str)
 
 Out = Annotated[Path, typer.Option(help="where the JSON goes")]
@@ -43,6 +46,7 @@ RankCount = Annotated[int, typer.Option(min=1, help="worker processes")]
 Repeats = Annotated[int, typer.Option(min=1, help="measured rounds, after one warm-up round")]
 ScaleOf = Annotated[Scale, typer.Option(help="small: seconds, for smoke tests")]
 Arms = Annotated[str, typer.Option(help="comma-separated; default all")]
+CallOf = Annotated[CallName, typer.Option(help="how many tensors, of some KiB at most")]
 LoadOf = Annotated[LoadName, typer.Option(help="what is loaded, or a resume")]
 Workers = Annotated[str, typer.Option(help="numbers of worker processes, comma-separated")]
 Seed = Annotated[int, typer.Option(help="of the order of the arms")]
@@ -72,6 +76,16 @@ def async_(
 ) -> None:  # fmt: skip
     """Background saves: seconds blocked (first in a fresh process, steady), harm to training."""
     _finish(async_bench(_options(state, place, folder, ranks, repeats, scale, arms, seed)), out)
+
+
+@app.command()
+def call(
+    out: Out, state: CallOf = CallName.tensors160, place: PlaceOf = Place.disk,
+    folder: Folder = None, repeats: Repeats = 31, scale: ScaleOf = Scale.full, arms: Arms = "",
+    seed: Seed = 0,
+) -> None:  # fmt: skip
+    """Starts of saves of a model and AdamW: seconds the loop is held up for, hardly any bytes."""
+    _finish(call_bench(_options(state, place, folder, 1, repeats, scale, arms, seed)), out)
 
 
 @app.command()

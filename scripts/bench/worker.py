@@ -10,6 +10,7 @@ from typing import Any
 
 from harness import Ranks
 from jobs_async import first_job, slowdown_job
+from jobs_call import call_job
 from jobs_data import data_job, resume_job
 from jobs_s3 import s3_load_job, s3_prepare_job, s3_save_job
 from jobs_staged import staged_job
@@ -23,6 +24,7 @@ JOBS: dict[str, Callable[[Spec, Ranks], dict[str, Any]]] = {
     "load": load_job,
     "async_first": first_job,
     "async_slowdown": slowdown_job,
+    "call": call_job,
     "s3_save": s3_save_job,
     "s3_prepare": s3_prepare_job,
     "s3_load": s3_load_job,

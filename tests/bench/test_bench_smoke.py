@@ -87,6 +87,13 @@ def test_async_measures_the_first_save_the_later_ones_and_the_training(tmp_path)
         assert {"first_blocked_s", "blocked_s", "bg_idle_s", "bg_py_s", "mm_lost_s"} <= set(metrics)
 
 
+def test_call_measures_the_start_of_a_save_and_the_step_after_it(tmp_path):
+    _, (report,) = bench(tmp_path, "call")
+    assert_sound(report, {"ours", "stock", "floor"})
+    for metrics in report["arms"].values():
+        assert set(metrics) == {"call_s", "next_step_s"}
+
+
 def test_load_measures_every_arm_and_checks_what_was_loaded(tmp_path):
     _, (report,) = bench(tmp_path, "load")
     assert_sound(report, LOAD_ARMS)
