@@ -35,6 +35,7 @@ from dcp_checkfreq.policy.tuner import Decision
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
 from dcp_checkfreq.snapshot.survey import Piece, Structure, Survey
+from dcp_checkfreq.switching import quick_switching
 from dcp_checkfreq.uploading import upload_and_publish
 from dcp_checkfreq.writer import CheckFreqWriter
 
@@ -306,6 +307,10 @@ class Saver:
     # --- in the background ---
 
     def _run(self, job: _Job, work: Callable[[], None]) -> None:
+        with quick_switching():  # the training loop runs beside all of this
+            self._work_and_meet(job, work)
+
+    def _work_and_meet(self, job: _Job, work: Callable[[], None]) -> None:
         error: BaseException | None = None
         try:
             work()

@@ -50,6 +50,7 @@ from dcp_checkfreq.storage.open import Location, can_open, open_tier
 from dcp_checkfreq.storage.remote_options import Options
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, Upload, staged_folder
 from dcp_checkfreq.storage.tier import StaleCredentials, Tier
+from dcp_checkfreq.switching import quick_switching
 
 _log = logging.getLogger(__name__)
 
@@ -202,9 +203,10 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             WriteFailed: the storage failed; this rank's files were removed.
         """
         try:
-            written = self._write_data(plan, planner)
-            if self._staged is not None and not self._uploads_later:
-                self._upload_now(self._staged)
+            with quick_switching():  # a training loop may run beside it
+                written = self._write_data(plan, planner)
+                if self._staged is not None and not self._uploads_later:
+                    self._upload_now(self._staged)
         finally:
             if not self._is_coordinator:
                 self._turn.give_back()

@@ -16,11 +16,6 @@ MIN_BLOCK_BYTES = 16 << 10
 MAX_BLOCK_BYTES = 4 << 20
 _BLOCKS_PER_PAYLOAD = 32
 
-# xxhash lets go of the GIL for inputs above 64 KiB. Under a Python-bound training loop getting
-# it back costs a whole switch interval (5 ms) for 3 microseconds of work, so large blocks are
-# fed in pieces that stay below.
-_FEED_BYTES = 64 << 10
-
 
 def block_bytes(payload_bytes: int) -> int:
     """Return the digest block of a payload: a power of two, about 1/32 of it, 16 KiB to 4 MiB."""
@@ -37,14 +32,7 @@ def block_count(payload_bytes: int, block: int) -> int:
 
 def digest(data: memoryview | bytes) -> int:
     """Return the xxh3-64 of ``data``."""
-    size = len(data)
-    if size <= _FEED_BYTES:
-        return xxhash.xxh3_64_intdigest(data)
-    hasher = xxhash.xxh3_64()
-    update = hasher.update
-    for start in range(0, size, _FEED_BYTES):
-        update(data[start : start + _FEED_BYTES])
-    return hasher.intdigest()
+    return xxhash.xxh3_64_intdigest(data)
 
 
 def first_bad_block(data: memoryview, block: int, expected: Sequence[int]) -> int | None:
