@@ -108,6 +108,16 @@ GOALS = (
              ("stock", "mm_lost_s"), 0.4),
     Goal(text="async, peak memory above state and snapshot (worst, bytes)", bench="async",
          state="gpt", top=Figure("ours", "first_extra_peak_bytes"), bound=128 * MIB, worst=True),
+    *(
+        _at_most(f"{text}, {tensors} tensors, x {peer}", "call", f"tensors{tensors}",
+                 ("ours", metric), (peer, metric), bound)
+        for tensors in (160, 1600)
+        for text, peer, metric, bound in (
+            ("start of a save", "stock", "call_s", 0.25),
+            ("start of a save", "floor", "call_s", 10),
+            ("step after it", "stock", "next_step_s", 0.5),
+        )
+    ),
     _at_most("load cold, x direct-read limit", "load", "gpt", ("ours", "wall_s"),
              ("limit_direct", "wall_s"), 1.35),
     _faster("load cold, times faster", "load", "gpt", "stock", "ours", 3),
