@@ -383,7 +383,13 @@ class Checkpointer:
             return facts_of(self._times.resolve(laps), measured, gpu_bytes, is_first=is_first)
 
         self._saver.begin(
-            self.step, self._state.capture, writer, measured=measured, profile=profile, facts=facts
+            self.step,
+            self._state.capture,
+            writer,
+            make_way=functools.partial(self._own_steps.make_way, writer, self.step),
+            measured=measured,
+            profile=profile,
+            facts=facts,
         )
         self._measured = measured
         self._saves_begun += 1

@@ -28,7 +28,7 @@ class NamedModule:
     def __init__(self, module: torch.nn.Module) -> None:
         self.module = module
         self._learned_from: object = None
-        self._renamed: list[tuple[str, str]] = []  # key and FQN, where they differ
+        self._new_names: list[tuple[str, str]] = []  # key and FQN, where they differ
         self._may_learn = True
 
     @torch.no_grad()
@@ -49,7 +49,7 @@ class NamedModule:
 
     def _rename(self, own: dict[str, Any]) -> dict[str, Any]:
         """Rename in place, as torch does: what hangs on the dict (versions of modules) stays."""
-        for key, fqn in self._renamed:
+        for key, fqn in self._new_names:
             own[fqn] = own.pop(key)
         return own
 
@@ -62,7 +62,7 @@ class NamedModule:
         came = [fqn for fqn in asked if fqn not in own]
         if len(gone) != len(came):
             return False
-        self._renamed = list(zip(gone, came, strict=True))
+        self._new_names = list(zip(gone, came, strict=True))
         if not is_alike(self._rename(own), asked):
             return False
         self._learned_from = learned_from

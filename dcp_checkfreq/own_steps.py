@@ -6,7 +6,7 @@ import logging
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.errors import RootDiffers, StepsExist
+from dcp_checkfreq.errors import RootDiffers, StepsExist, WriteFailed
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
 from dcp_checkfreq.policy.retention import Retention, select_expired
@@ -63,6 +63,8 @@ class OwnSteps:
     def writer(self, step: int) -> CheckFreqWriter:
         """Return a writer for this step. With no save in flight: it may ask the other ranks.
 
+        Except in a run that has restored nothing, storage is not touched.
+
         Raises:
             StepsExist: the run has restored nothing, and the root holds another run's steps.
         """
@@ -75,7 +77,6 @@ class OwnSteps:
             lineage=self._lineage,
             uploads_later=True,
             clock=self._clock,
-            overwrite=self._agree.rank == 0 and self._is_replaceable(step, self._lineage),
         )
 
     def _refuse_foreign_steps(self) -> None:
@@ -87,13 +88,24 @@ class OwnSteps:
                 "fresh_start=True if this run is to start from nothing",
             )
 
-    def _is_replaceable(self, step: int, lineage: Lineage) -> bool:
-        """Tell whether a checkpoint is in the way that is damaged or was left behind."""
-        name = names.step_folder(step)
-        record = examine(self._root.child(name), name, step)
-        first = lineage.abandons.get(record.run_id)
+    def make_way(self, writer: CheckFreqWriter, step: int) -> None:
+        """On rank 0: let a writer replace what is in its way, if it is damaged or was left behind.
+
+        It reads from storage: not on the training thread.
+
+        Raises:
+            WriteFailed: the storage cannot be read.
+        """
+        folder, name = self._root.child(names.step_folder(step)), names.step_folder(step)
+        try:
+            record = examine(folder, name, step)
+        except OSError as error:
+            raise WriteFailed(folder.location, f"it cannot be looked at: {error}") from error
+        assert self._lineage is not None  # there is a writer
+        first = self._lineage.abandons.get(record.run_id)
         left_behind = first is not None and step >= first
-        return record.published and (left_behind or record.problem is not None)
+        if record.published and (left_behind or record.problem is not None):
+            writer.may_overwrite()
 
     def published(self, step: int) -> None:
         """On rank 0: let old checkpoints go. Never raises: the new one is published."""

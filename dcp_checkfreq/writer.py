@@ -149,6 +149,10 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._rank = 0
         self._world_size = 1
 
+    def may_overwrite(self) -> None:
+        """Let this save replace a whole checkpoint, as ``overwrite`` does."""
+        self._overwrite = True
+
     # --- DCP's calls, in their order ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:

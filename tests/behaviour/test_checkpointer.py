@@ -88,6 +88,47 @@ def test_seconds_are_measured_by_the_clock():
         assert ckpt.restore().seconds >= 1.0
 
 
+class Watching(ForwardingTier):
+    """Notes what the training thread asks of the storage; fails reads of the background."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.training = threading.current_thread()
+        self.seen, self.fails = [], False
+
+    def around(self, verb, name, call):
+        if threading.current_thread() is self.training:
+            self.seen.append((verb, name))
+        elif self.fails and verb == "read":
+            raise OSError("no route to storage")
+        return super().around(verb, name, call)
+
+
+def test_saves_use_the_storage_in_the_background_only():
+    root = Watching(MemoryTier())
+    with Checkpointer(root, counter(), every=1) as ckpt:
+        ckpt.restore()
+        root.seen.clear()
+        for _ in range(3):
+            ckpt.after_step()
+        ckpt.save(wait=True)
+        assert root.seen == []
+        assert ckpt.last_saved_step == 3
+
+
+def test_a_save_fails_if_it_cannot_tell_what_is_in_its_way():
+    root = Watching(MemoryTier())
+    with Checkpointer(root, counter(), every=1) as ckpt:
+        ckpt.restore()
+        root.fails = True
+        ckpt.after_step()
+        ckpt.wait()
+        assert "no route to storage" in ckpt.history[-1].error
+        root.fails = False
+        ckpt.after_step()
+    assert steps_on(root) == [2]
+
+
 def test_save_can_be_asked_for_at_any_step_and_waited_for(root):
     with Checkpointer(root, counter(), every=1000) as ckpt:
         ckpt.after_step()
