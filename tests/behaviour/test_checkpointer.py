@@ -2,6 +2,7 @@
 
 import errno
 import logging
+import threading
 
 import pytest
 import torch
@@ -27,7 +28,14 @@ from dcp_checkfreq import (
     WriteFailed,
     find_latest_valid,
 )
-from dcp_checkfreq.testing import Fault, FaultyTier, GatedTier, ManualClock, MemoryTier
+from dcp_checkfreq.testing import (
+    Fault,
+    FaultyTier,
+    ForwardingTier,
+    GatedTier,
+    ManualClock,
+    MemoryTier,
+)
 
 # --- counting and saving ---
 
