@@ -7,28 +7,25 @@ object of the process, 0.1 to 0.4 s each, and free nothing.
 from __future__ import annotations
 
 import gc
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 
-_lock = threading.Lock()
-_holders = 0
-_was_enabled = False
+from dcp_checkfreq.holders import ProcessSetting
 
 
-@contextmanager
-def collector_held() -> Iterator[None]:
+def collector_held() -> AbstractContextManager[None]:
     """Keep the collector off, in the whole process. Nests, also between threads."""
-    global _holders, _was_enabled
-    with _lock:
-        if not _holders:
-            _was_enabled = gc.isenabled()
-            gc.disable()
-        _holders += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _holders -= 1
-            if not _holders and _was_enabled:
-                gc.enable()
+    return _collector.held()
+
+
+def _switch_off() -> bool:
+    was_enabled = gc.isenabled()
+    gc.disable()
+    return was_enabled
+
+
+def _switch_on(was_enabled: bool) -> None:
+    if was_enabled:
+        gc.enable()
+
+
+_collector = ProcessSetting(_switch_off, _switch_on)

@@ -8,41 +8,37 @@ tensor dies, or the host waits for the device), and then waits so long each time
 from __future__ import annotations
 
 import sys
-import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
+
+from dcp_checkfreq.holders import ProcessSetting
 
 INTERVAL_S = 0.0005
 _RESOLUTION_S = 1e-6
 
-_lock = threading.Lock()
-_holders = 0
-_before_s = INTERVAL_S
 
-
-@contextmanager
-def quick_switching() -> Iterator[None]:
+def quick_switching() -> AbstractContextManager[None]:
     """Let threads wait for each other 0.5 ms at most, in the whole process. Nests, as for threads.
 
     An interval that is shorter already stays, and so does one that is set in the meantime.
     """
-    global _holders, _before_s
-    with _lock:
-        if not _holders:
-            _before_s = sys.getswitchinterval()
-            if _before_s > INTERVAL_S:
-                _set(INTERVAL_S)
-        _holders += 1
-    try:
-        yield
-    finally:
-        with _lock:
-            _holders -= 1
-            is_ours = abs(sys.getswitchinterval() - INTERVAL_S) < _RESOLUTION_S
-            if not _holders and is_ours:
-                _set(_before_s)
+    return _interval.held()
+
+
+def _shorten() -> float:
+    before_s = sys.getswitchinterval()
+    if before_s > INTERVAL_S:
+        _set(INTERVAL_S)
+    return before_s
+
+
+def _put_back(before_s: float) -> None:
+    if abs(sys.getswitchinterval() - INTERVAL_S) < _RESOLUTION_S:  # nobody has set another one
+        _set(before_s)
 
 
 def _set(interval_s: float) -> None:
     # Python cuts off what is below a microsecond, and with it a whole one for some values.
     sys.setswitchinterval(interval_s + _RESOLUTION_S / 2)
+
+
+_interval = ProcessSetting(_shorten, _put_back)

@@ -48,6 +48,7 @@ LEVELS = {
     "reader": 4,
     "planner": 4,
     "fqns": 3,
+    "holders": 0,
     "switching": 0,
     "app_state": 4,
     "data": 4,

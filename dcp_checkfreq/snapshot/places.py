@@ -6,7 +6,7 @@ import threading
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -37,38 +37,41 @@ class Place:
         return flat.view(piece.dtype).view(piece.shape)
 
 
-class CopyPlan:
-    """What is copied, when, and where to. It keeps no tensor alive, and serves many snapshots.
+class Asked(NamedTuple):
+    """How a state is to be copied.
 
-    Args:
-        inventory: of the state.
+    Attributes:
         only: flat keys of the tensors that this rank writes; None: all of them.
         guarded: where the tensors are that nobody changes before the guard's word.
         on_gpu: copy guarded CUDA tensors into GPU memory.
         overlap_from_bytes: copy all CPU tensors at once if fewer bytes of them are guarded.
+    """
+
+    only: AbstractSet[str] | None
+    guarded: AbstractSet[Address]
+    on_gpu: bool
+    overlap_from_bytes: int = 0
+
+
+class CopyPlan:
+    """What is copied, when, and where to. It keeps no tensor alive, and serves many snapshots.
 
     Attributes:
+        inventory: of the state.
+        asked: how to copy it.
         places: of every piece; None: not copied.
         at_once: numbers of the pieces to copy before the call returns, by device of the source.
         overlapped: of those to copy while training goes on.
     """
 
-    def __init__(
-        self,
-        inventory: Inventory,
-        only: AbstractSet[str] | None,
-        guarded: AbstractSet[Address],
-        *,
-        on_gpu: bool,
-        overlap_from_bytes: int = 0,
-    ) -> None:
-        self.inventory = inventory
-        self._asked = (only, guarded, on_gpu, overlap_from_bytes)
+    def __init__(self, inventory: Inventory, asked: Asked) -> None:
+        self.inventory, self.asked = inventory, asked
+        only, guarded = asked.only, asked.guarded
         wanted = [
             piece if only is None or not only.isdisjoint(piece.paths) else None
             for piece in inventory.pieces
         ]
-        host_overlaps = overlap_from_bytes <= sum(
+        host_overlaps = asked.overlap_from_bytes <= sum(
             piece.size_bytes
             for piece in wanted
             if piece is not None and piece.device.type == "cpu" and piece.address in guarded
@@ -82,7 +85,8 @@ class CopyPlan:
                 self.places.append(None)
                 continue
             overlaps = piece.address in guarded and (host_overlaps or piece.device.type != "cpu")
-            device = piece.device if on_gpu and overlaps and piece.device.type == "cuda" else None
+            to_gpu = asked.on_gpu and overlaps and piece.device.type == "cuda"
+            device = piece.device if to_gpu else None
             # As in the file, so that large parts can be written from where they lie.
             offset = next_place(sizes.get(device, 0), piece.size_bytes)
             sizes[device] = offset + piece.size_bytes
@@ -93,18 +97,9 @@ class CopyPlan:
         self.gpu_bytes = {device: size for device, size in sizes.items() if device is not None}
         self.copied_bytes = sum(piece.size_bytes for piece in wanted if piece is not None)
 
-    def is_for(
-        self,
-        inventory: Inventory,
-        only: AbstractSet[str] | None,
-        guarded: AbstractSet[Address],
-        *,
-        on_gpu: bool,
-        overlap_from_bytes: int = 0,
-    ) -> bool:
+    def is_for(self, inventory: Inventory, asked: Asked) -> bool:
         """Tell whether a plan made of these would be this one."""
-        asked = (only, guarded, on_gpu, overlap_from_bytes)
-        return inventory is self.inventory and asked == self._asked
+        return inventory is self.inventory and asked == self.asked
 
 
 class Kept:

@@ -18,7 +18,7 @@ from dcp_checkfreq.errors import CheckFreqError, SnapshotFailed
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.snapshot.guard import Address
 from dcp_checkfreq.snapshot.lanes import Copy, Lane, copy_at_once, start_overlapped
-from dcp_checkfreq.snapshot.places import CopyPlan, Kept, Leases
+from dcp_checkfreq.snapshot.places import Asked, CopyPlan, Kept, Leases
 from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool, device_pool
 from dcp_checkfreq.snapshot.survey import Inventory, Survey
 
@@ -178,7 +178,8 @@ class Stager:
         Raises:
             SnapshotFailed: nothing was staged.
         """
-        plan = self._plan(survey.inventory, only, guarded, on_gpu=on_gpu)
+        asked = Asked(only, guarded, on_gpu, self._overlap_from_bytes)
+        plan = self._plan(survey.inventory, asked)
         leases = Leases(self._pool.lease(plan.host_bytes, fit=only is not None))
         try:
             for device, size_bytes in plan.gpu_bytes.items():
@@ -206,20 +207,10 @@ class Stager:
             survey.inventory.state_bytes,
         )
 
-    def _plan(
-        self,
-        inventory: Inventory,
-        only: AbstractSet[str] | None,
-        guarded: AbstractSet[Address],
-        *,
-        on_gpu: bool,
-    ) -> CopyPlan:
+    def _plan(self, inventory: Inventory, asked: Asked) -> CopyPlan:
         """Return the plan of an earlier snapshot that fits this one, or a new one."""
-        from_bytes = self._overlap_from_bytes
-        for plan in self._plans_before():
-            if plan.is_for(inventory, only, guarded, on_gpu=on_gpu, overlap_from_bytes=from_bytes):
-                return plan
-        return CopyPlan(inventory, only, guarded, on_gpu=on_gpu, overlap_from_bytes=from_bytes)
+        fit = (plan for plan in self._plans_before() if plan.is_for(inventory, asked))
+        return next(fit, None) or CopyPlan(inventory, asked)
 
     def _copy(self, survey: Survey, plan: CopyPlan, leases: Leases) -> _Staged:
         kept = leases.kept(plan, survey.values)
@@ -272,7 +263,7 @@ def gpu_copy_s(survey: Survey, guarded: AbstractSet[Address]) -> float | None:
 
     None without a GPU, or if it does not fit beside what is there. The memory is kept in the pool.
     """
-    plan = CopyPlan(survey.inventory, None, guarded, on_gpu=True)
+    plan = CopyPlan(survey.inventory, Asked(None, guarded, on_gpu=True))
     seconds_s = 0.0
     for device, size_bytes in plan.gpu_bytes.items():
         if size_bytes > torch.cuda.mem_get_info(device)[0] * _GPU_SHARE:
