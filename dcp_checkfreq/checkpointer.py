@@ -9,7 +9,7 @@ import signal
 import uuid
 import weakref
 from collections import deque
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
@@ -228,7 +228,7 @@ class Checkpointer:
             self._planner,
             self._clock,
             before_writing=self._lease.renew_quietly,
-            after_publishing=self._own_steps.published,
+            after_publishing=_published(self._own_steps, self._pacer),
             decide=self._pacer.decide,
         )
         self._watch: PreemptionWatch | None = None
@@ -318,6 +318,8 @@ class Checkpointer:
                 self._finish_in_flight()  # which may have changed the interval
                 if self._pacer.is_due(done):
                     self._save(begun_s)
+                else:
+                    self._times.waited_in_vain()
         finally:
             self._times.left(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
 
@@ -556,6 +558,16 @@ def _told(save: SaveRecord) -> str:
 def _said_of(checkpointer: weakref.ref[Checkpointer]) -> str:
     alive = checkpointer()
     return "" if alive is None else f"The last published step is {alive.last_saved_step}"
+
+
+def _published(own_steps: OwnSteps, pacer: Pacer) -> Callable[[int], None]:
+    """Return what rank 0 does in the background when a save has ended: nothing waits for it."""
+
+    def clean_up(step: int) -> None:
+        own_steps.published(step)
+        pacer.store()
+
+    return clean_up
 
 
 def _mode_of(snapshot: Snapshots) -> Mode | None:

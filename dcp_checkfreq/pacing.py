@@ -64,6 +64,10 @@ class Pacer(Protocol):
         """On rank 0, in the background: decide what comes after this save."""
         ...
 
+    def store(self) -> None:
+        """On rank 0, in the background: keep on storage what was learned, if it is new."""
+        ...
+
     def hear(self, decision: Decision | None) -> None:
         """On every rank, at the same step: act on the decision."""
         ...
@@ -92,6 +96,9 @@ class FixedPacer:
     def decide(self, step: int, ranks: Sequence[Facts]) -> Decision | None:
         """Let the tuner see the save."""
         return None
+
+    def store(self) -> None:
+        """Keep what was learned."""
 
     def hear(self, decision: Decision | None) -> None:
         """Act on the decision."""
@@ -129,6 +136,7 @@ class TunedPacer:
         self._waits_for_decision = False
         self._tuning: Tuning | None = None  # on rank 0 it changes with every save
         self._decision: Decision | None = None
+        self._to_store: Tuning | None = None
         if stored is not None:
             self._tuning = self._start(stored.costs, stored.interval_under(max_overhead, mtbf_s))
             self._decision = tuner.opening(self._tuning)
@@ -208,10 +216,18 @@ class TunedPacer:
         )
         _log.log(logging.INFO if changed else logging.DEBUG, "step %d: %s", step, _told(decision))
         if changed or (known is not None and known.warming and not self._tuning.warming):
-            self._keep(self._tuning)
+            self._to_store = self._tuning
         return decision
 
-    def _keep(self, tuning: Tuning) -> None:
+    def store(self) -> None:
+        """Keep what was learned, if it is new.
+
+        Not in `decide`, which the end of the save waits for, and with it the loop if the next one
+        is due: on a busy disk it takes seconds.
+        """
+        tuning, self._to_store = self._to_store, None
+        if tuning is None:
+            return
         self._profiles.store(
             StoredProfile(
                 fingerprint=self._job,

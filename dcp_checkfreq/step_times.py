@@ -71,6 +71,7 @@ class StepTimes:
         self._accounted: Mark = None
         self._paused: Mark = None
         self._waiting: Mark = None
+        self._in_vain: Mark = None
         self._waits: list[Span] = []  # since the last save
 
     def entered(self) -> None:
@@ -87,7 +88,15 @@ class StepTimes:
             is_copying: its snapshot is.
         """
         now = self.mark()
-        self._laps.append(Lap(self._accounted or now, now, is_loaded, is_copying))
+        lap = Lap(self._accounted or now, now, is_loaded, is_copying)
+        if self._in_vain is not None:
+            lap.queued.append((self._entered, self._in_vain))
+            self._in_vain = None
+        self._laps.append(lap)
+
+    def waited_in_vain(self) -> None:
+        """Say that `after_step` has waited for the save before, and now none is due any more."""
+        self._in_vain = self.mark()
 
     def paused(self) -> None:
         """Say that `save` was called: the iteration is held up until `resumed`."""

@@ -260,3 +260,25 @@ def test_copies_are_measured_by_the_clock_that_was_given():
         ckpt.wait()
         (record,) = ckpt.history
     assert record.copy_s == 0.0
+
+
+def test_a_wait_for_the_save_before_that_ends_in_no_save_is_no_cost_of_saving():
+    clock = ManualClock()
+    times = StepTimes(clock, gpu=None)
+
+    def iteration(*, waits_s=0.0):
+        clock.advance(1.0)
+        times.entered()
+        if waits_s:
+            clock.advance(waits_s)
+            times.waited_in_vain()
+        times.left(is_loaded=False, is_copying=False)
+
+    iteration()
+    iteration(waits_s=5.0)
+    iteration()
+    iteration()
+    times.entered()
+    held_up, *rest = [one for one in times.resolve(times.take()) if one.blocked_s]
+    assert (held_up.blocked_s, held_up.queued_s) == (5.0, 5.0)
+    assert not rest
