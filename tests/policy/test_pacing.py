@@ -59,6 +59,7 @@ def later(steps, call=0.0, is_first=False):
 def decide(pacer, *ranks):
     pacer.saving()
     pacer.hear(pacer.decide(1, list(ranks)))
+    pacer.store()
     return pacer.interval_steps
 
 
@@ -131,6 +132,15 @@ def test_an_interval_is_taken_over_under_the_same_budget_and_failure_rate_only(p
     for other in ({"mtbf_s": None}, {"mtbf_s": 1e7}, {"mtbf_s": 1e5, "max_overhead": 0.01}):
         assert pacer_of(**other)._tuning.warming
     assert pacer_of(mtbf_s=None).interval_steps < k
+
+
+def test_deciding_stores_nothing_by_itself(pacer_of):
+    """The end of a save waits for the decision; on a busy disk storing takes seconds."""
+    pacer = pacer_of()
+    pacer.decide(1, [profile()])
+    assert pacer_of().interval_steps is None
+    pacer.store()
+    assert pacer_of().interval_steps == 4
 
 
 def test_an_interval_from_the_first_save_alone_is_checked_after_a_restart_too(pacer_of):
