@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import StateMismatch, UnsupportedState
 from dcp_checkfreq.fqns import NamedModule, NamedOptimizer
+from dcp_checkfreq.shards.codec import local_of
 
 _log = logging.getLogger(__name__)
 
@@ -268,7 +269,7 @@ def _described(part: Any) -> list[object]:
 
 
 def _tensor_described(tensor: torch.Tensor) -> list[object]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    local = local_of(tensor)
     return [list(tensor.shape), list(local.shape), str(local.dtype), local.device.type]
 
 

@@ -319,7 +319,7 @@ class Checkpointer:
                 if self._pacer.is_due(done):
                     self._save(begun_s)
                 else:
-                    self._times.waited_in_vain()
+                    self._times.waited_for_save()
         finally:
             self._times.left(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
 
@@ -388,7 +388,6 @@ class Checkpointer:
             self.step,
             self._state.capture,
             writer,
-            make_way=functools.partial(self._own_steps.make_way, writer, self.step),
             measured=measured,
             profile=profile,
             facts=facts,

@@ -16,8 +16,9 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.fsdp import FullyShardedDataParallel
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
+
+from dcp_checkfreq.shards.codec import local_of, memory_of
 
 _STATE, _GROUPS, _PARAMS = "state", "param_groups", "params"
 
@@ -148,9 +149,8 @@ def is_alike(one: object, other: object) -> bool:
 
 
 def _memory(tensor: torch.Tensor) -> tuple[object, ...]:
-    local = tensor.to_local() if isinstance(tensor, DTensor) else tensor
     try:
-        return tensor.shape, local.dtype, local.shape, local.stride(), local.data_ptr()
+        return tensor.shape, *memory_of(local_of(tensor))
     except RuntimeError:  # sparse, or a subclass without memory of its own
         return (id(tensor),)
 

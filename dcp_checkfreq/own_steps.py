@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 from dcp_checkfreq.agreement import Agreement
@@ -76,6 +77,7 @@ class OwnSteps:
             threads=self._threads,
             lineage=self._lineage,
             uploads_later=True,
+            may_replace=functools.partial(self._is_replaceable, step, self._lineage),
             clock=self._clock,
         )
 
@@ -88,24 +90,20 @@ class OwnSteps:
                 "fresh_start=True if this run is to start from nothing",
             )
 
-    def make_way(self, writer: CheckFreqWriter, step: int) -> None:
-        """On rank 0: let a writer replace what is in its way, if it is damaged or was left behind.
+    def _is_replaceable(self, step: int, lineage: Lineage) -> bool:
+        """Tell whether the checkpoint that is in the way is damaged or was left behind.
 
         It reads from storage: not on the training thread.
-
-        Raises:
-            WriteFailed: the storage cannot be read.
         """
-        folder, name = self._root.child(names.step_folder(step)), names.step_folder(step)
+        name = names.step_folder(step)
+        folder = self._root.child(name)
         try:
             record = examine(folder, name, step)
         except OSError as error:
             raise WriteFailed(folder.location, f"it cannot be looked at: {error}") from error
-        assert self._lineage is not None  # there is a writer
-        first = self._lineage.abandons.get(record.run_id)
+        first = lineage.abandons.get(record.run_id)
         left_behind = first is not None and step >= first
-        if record.published and (left_behind or record.problem is not None):
-            writer.may_overwrite()
+        return record.published and (left_behind or record.problem is not None)
 
     def published(self, step: int) -> None:
         """On rank 0: let old checkpoints go. Never raises: the new one is published."""

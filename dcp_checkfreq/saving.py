@@ -94,7 +94,6 @@ class _Save(_Job):
     begun_s: float = field(kw_only=True)  # the snapshot was; the background work somewhat later
     started_s: float = field(kw_only=True)
     writer: CheckFreqWriter = field(kw_only=True)
-    make_way: Callable[[], None] = field(kw_only=True)
     planner: CheckFreqSavePlanner = field(kw_only=True)
     structure: Structure = field(kw_only=True)
     pieces: list[Piece] = field(kw_only=True)  # of a profile: what there is to write
@@ -166,7 +165,6 @@ class Saver:
         capture: Callable[[], Mapping[str, Any]],
         writer: CheckFreqWriter,
         *,
-        make_way: Callable[[], None],
         measured: Measured,
         profile: bool,
         facts: Callable[[], Any],
@@ -179,8 +177,6 @@ class Saver:
             step: number of the step.
             capture: returns the live state.
             writer: of this step's folder.
-            make_way: called on rank 0 in the background, before the writer is used; it may raise a
-                CheckFreqError, which fails the save.
             measured: says how to copy; what the save costs is filled in.
             profile: measure for later saves: have new memory ready before the copy starts, and
                 try the GPU if there is one.
@@ -233,7 +229,6 @@ class Saver:
             facts,
             snapshot,
             writer=writer,
-            make_way=make_way,
             planner=planner,
             structure=survey.inventory.structure,
             pieces=survey.inventory.pieces if profile else [],
@@ -351,10 +346,6 @@ class Saver:
                 planner = FailingSavePlanner(error)
         if self._agree.rank == 0:
             self._before_writing()
-            try:
-                job.make_way()
-            except CheckFreqError as error:
-                planner = FailingSavePlanner(error)
         try:
             dcp_save(
                 dict(job.snapshot.state) if job.snapshot is not None else {},

@@ -71,7 +71,6 @@ class StepTimes:
         self._accounted: Mark = None
         self._paused: Mark = None
         self._waiting: Mark = None
-        self._in_vain: Mark = None
         self._waits: list[Span] = []  # since the last save
 
     def entered(self) -> None:
@@ -88,15 +87,13 @@ class StepTimes:
             is_copying: its snapshot is.
         """
         now = self.mark()
-        lap = Lap(self._accounted or now, now, is_loaded, is_copying)
-        if self._in_vain is not None:
-            lap.queued.append((self._entered, self._in_vain))
-            self._in_vain = None
-        self._laps.append(lap)
+        self._laps.append(Lap(self._accounted or now, now, is_loaded, is_copying))
 
-    def waited_in_vain(self) -> None:
-        """Say that `after_step` has waited for the save before, and now none is due any more."""
-        self._in_vain = self.mark()
+    def waited_for_save(self) -> None:
+        """Say that `after_step` has waited until now for the save before."""
+        self._accounted = self.mark()
+        if self._laps and self._laps[-1].ended is self._entered:
+            self._laps[-1].waited_until = self._accounted
 
     def paused(self) -> None:
         """Say that `save` was called: the iteration is held up until `resumed`."""
@@ -135,19 +132,15 @@ class StepTimes:
         What `after_step` has waited for until now counts for the last of them; what the save holds
         the loop up from now on counts for the first one after it.
         """
-        now = self.mark()
+        if self._paused is None:
+            self.waited_for_save()
         laps = list(self._laps)
         self._laps.clear()
         self._waits.clear()
-        if self._paused is not None:
-            if laps:  # the iteration that is held up goes on afterwards
-                running = laps.pop()
-                running.queued.append((self._paused, now))
-                self._laps.append(running)
-            return laps
-        if laps and laps[-1].ended is self._entered:
-            laps[-1].waited_until = now
-        self._accounted = now
+        if self._paused is not None and laps:  # the iteration that is held up goes on afterwards
+            running = laps.pop()
+            running.queued.append((self._paused, self.mark()))
+            self._laps.append(running)
         return laps
 
     def waited_s(self) -> float:

@@ -91,6 +91,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         lineage: the run that saves; `Checkpointer` fills it in.
         uploads_later: `finish` commits on the local disks only; whoever drives this writer calls
             `start_upload`, `publish_uploaded` and `settle`. `Checkpointer` does.
+        may_replace: asked on the coordinator when a checkpoint is there and ``overwrite`` is not
+            set; True sets it. `Checkpointer` passes one by that is damaged or was left behind.
         clock: by which copies are timed.
 
     Not thread-safe: one save at a time.
@@ -109,6 +111,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         storage_options: Mapping[str, Any] | None = None,
         lineage: index.Lineage | None = None,
         uploads_later: bool = False,
+        may_replace: Callable[[], bool] | None = None,
         clock: Clock | None = None,
     ) -> None:
         super().__init__()
@@ -123,6 +126,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._overlap = tuple(overlap)
         self._lineage = lineage
         self._uploads_later = uploads_later
+        self._may_replace = may_replace
         self._stager = Stager(clock=clock)
         self._turn = Turn()
         self._begin()
@@ -148,10 +152,6 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._is_coordinator = False
         self._rank = 0
         self._world_size = 1
-
-    def may_overwrite(self) -> None:
-        """Let this save replace a whole checkpoint, as ``overwrite`` does."""
-        self._overwrite = True
 
     # --- DCP's calls, in their order ---
 
@@ -188,7 +188,9 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank", 0)
         if is_coordinator and not self._overwrite and _is_published(self._tier):
-            raise CheckpointExists(self._tier.location)
+            self._overwrite = self._may_replace is not None and self._may_replace()
+            if not self._overwrite:
+                raise CheckpointExists(self._tier.location)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is."""

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from torch._dynamo import OptimizedModule
-from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
+    checkpoint_wrapper,  # no public name, and names of modules change with it in a way of its own
+)
 from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
@@ -21,6 +21,9 @@ from torch.nn.parallel import DistributedDataParallel
 
 from dcp_checkfreq import fqns
 from dcp_checkfreq.fqns import NamedModule, NamedOptimizer, is_alike
+from dcp_checkfreq.shards.codec import is_sharded_tensor
+
+COMPILED = type(torch.compile(nn.Identity(), backend="eager"))
 
 
 @pytest.fixture
@@ -42,7 +45,7 @@ def facts(value, memory=True):
         return type(value), of_all(value)
     if isinstance(value, DTensor):
         return DTensor, value.shape, value.placements, facts(value.to_local(), memory)
-    if isinstance(value, ShardedTensor):
+    if is_sharded_tensor(value):
         return value.metadata(), of_all(shard.tensor for shard in value.local_shards())
     if not isinstance(value, torch.Tensor):
         return type(value), value
@@ -130,7 +133,7 @@ class Net(nn.Module):
 
 
 def compiled(module):
-    return module if isinstance(module, OptimizedModule) else torch.compile(module, backend="eager")
+    return module if isinstance(module, COMPILED) else torch.compile(module, backend="eager")
 
 
 def linear(**options):
@@ -494,9 +497,7 @@ class Place:
     """One of the places of modules (or parameters) in a tree, which is chosen by a number."""
 
     def __init__(self, root, kind, number):
-        holders = [
-            vars(one)[kind] for one in root.modules() if not isinstance(one, OptimizedModule)
-        ]
+        holders = [vars(one)[kind] for one in root.modules() if not isinstance(one, COMPILED)]
         places = [(one, name) for one in holders for name in one if one[name] is not None]
         self.dict, self.name = places[number % len(places)]
         self.value = self.dict[self.name]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dcp_checkfreq.data.cursor import Cursor
+from dcp_checkfreq.data.cursor import Cursor, HasPosition
 from dcp_checkfreq.data.order import SEQUENTIAL, SHUFFLED, Ahead, order
 from dcp_checkfreq.data.position import Deal, Last, OnMismatch, Position, Share
 from dcp_checkfreq.data.ranks import resolve
@@ -35,7 +35,7 @@ class Indices:
         return self._ahead[epoch]
 
 
-class ResumableBatchSampler:
+class ResumableBatchSampler(HasPosition):
     """Yields this rank's batches of indices, from the position to the end of the epoch.
 
     ::
@@ -86,25 +86,6 @@ class ResumableBatchSampler:
         )
         self._indices = Indices(seed, length, shuffle=shuffle)
         self._ran_through_at: Position | None = None
-
-    @property
-    def epoch(self) -> int:
-        """Epoch of the next batch to be trained."""
-        return self._cursor.position.epoch
-
-    @property
-    def samples(self) -> int:
-        """Samples of this epoch that all ranks together have trained."""
-        return self._cursor.position.samples
-
-    @property
-    def valid(self) -> int:
-        """Real samples at the front of the batch that `advance` counted last."""
-        return self._cursor.valid
-
-    def __len__(self) -> int:
-        """Return how many batches are left of this epoch."""
-        return self._cursor.steps_left()
 
     def __iter__(self) -> Iterator[list[int]]:
         """Return an iterator over the rest of the epoch; those made before become stale.

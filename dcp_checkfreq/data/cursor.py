@@ -141,7 +141,10 @@ class Cursor:
 
 
 class HasPosition:
-    """What every loader with a cursor tells of its position. Its subclass sets ``_cursor``."""
+    """What loaders and samplers with a cursor tell of it. A subclass sets ``_cursor``.
+
+    A loader counts batches that it has handed out, a sampler those that were reported as trained.
+    """
 
     _cursor: Cursor
 
@@ -152,12 +155,12 @@ class HasPosition:
 
     @property
     def samples(self) -> int:
-        """Samples of this epoch that all ranks together were handed."""
+        """Samples of this epoch that count, of all ranks together."""
         return self._cursor.position.samples
 
     @property
     def valid(self) -> int:
-        """Real samples, from the front, of this rank's last batch; the rest are repeats."""
+        """Real samples at the front of this rank's last batch that counts; the rest are repeats."""
         return self._cursor.valid
 
     def __len__(self) -> int:

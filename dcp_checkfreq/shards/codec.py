@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import UnsupportedState
 from dcp_checkfreq.format.digest import block_bytes, digest
@@ -79,6 +80,11 @@ def tensor_item(tensor: torch.Tensor, key: str, envelopes: Envelopes) -> Item:
     envelope = envelopes.get(tensor.dtype, tuple(tensor.shape))
     size = envelope.payload_bytes
     return Item(tensor, envelope, size, block_bytes(size))
+
+
+def local_of(tensor: torch.Tensor) -> torch.Tensor:
+    """Return this rank's part of a DTensor, and any other tensor itself."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def memory_of(tensor: torch.Tensor) -> tuple[object, ...]:

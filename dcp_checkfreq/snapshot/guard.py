@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from dcp_checkfreq.errors import SnapshotFailed
+from dcp_checkfreq.shards.codec import local_of
 
 _log = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Guard:
     @torch.no_grad()
     def addresses(self) -> set[Address]:
         """Return where the tensors are that only these optimizers change, in steps we hear of."""
-        found = {address_of(_local(one)) for one in self._tensors()}
+        found = {address_of(local_of(one)) for one in self._tensors()}
         return {address for address in found if address[1]}
 
     def _tensors(self) -> Iterator[torch.Tensor]:
@@ -155,10 +155,6 @@ class GuardTimes(Protocol):
     def updated(self, begun: Any, ended: Any) -> None:
         """Take note of an update (Tw)."""
         ...
-
-
-def _local(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 # The optimizer's hooks keep its guard alive; this must not, as the guard keeps the optimizer.

@@ -107,7 +107,7 @@ class Watching(ForwardingTier):
     def around(self, verb, name, call):
         if threading.current_thread() is self.training:
             self.seen.append((verb, name))
-        elif self.fails and verb == "read":
+        elif self.fails and verb in ("read", "size"):
             raise OSError("no route to storage")
         return super().around(verb, name, call)
 

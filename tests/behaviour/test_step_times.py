@@ -271,7 +271,7 @@ def test_a_wait_for_the_save_before_that_ends_in_no_save_is_no_cost_of_saving():
         times.entered()
         if waits_s:
             clock.advance(waits_s)
-            times.waited_in_vain()
+            times.waited_for_save()
         times.left(is_loaded=False, is_copying=False)
 
     iteration()
