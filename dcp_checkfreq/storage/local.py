@@ -19,6 +19,7 @@ _log = logging.getLogger(__name__)
 DIRECT_FROM_BYTES = 4 << 20
 
 _NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
+_LEADS_NOWHERE = {errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG}
 _NO_FSYNC_OF_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
 _RENAME_NOREPLACE = 1
 _AT_FDCWD = -100
@@ -75,20 +76,12 @@ class LocalTier:
             _sync_folder(os.path.dirname(self._path))
 
     def list(self) -> list[Entry]:
-        """Return what is in the folder; names whose target is gone are left out."""
-        entries = []
+        """Return what is in the folder; links that lead nowhere are left out."""
         try:
             found = list(os.scandir(self._path))
         except FileNotFoundError:
             return []
-        for item in found:
-            try:
-                info = item.stat()
-            except FileNotFoundError:
-                continue
-            folder = stat.S_ISDIR(info.st_mode)
-            entries.append(Entry(item.name, folder, 0 if folder else info.st_size, info.st_mtime))
-        return entries
+        return [entry for entry in map(_entry_of, found) if entry is not None]
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
@@ -176,6 +169,25 @@ class LocalTier:
                 return
             raise
         _sync_folder(os.path.dirname(self._path))
+
+
+def _entry_of(item: os.DirEntry[str]) -> Entry | None:
+    is_link = item.is_symlink()
+    try:
+        info = item.stat()
+    except OSError as error:
+        if isinstance(error, FileNotFoundError) or (is_link and error.errno in _LEADS_NOWHERE):
+            return None
+        raise
+    folder, file = stat.S_ISDIR(info.st_mode), stat.S_ISREG(info.st_mode)
+    return Entry(
+        item.name,
+        is_folder=folder,
+        size_bytes=info.st_size if file else 0,
+        modified_s=info.st_mtime,
+        is_link=is_link,
+        is_special=not folder and not file,
+    )
 
 
 def _sync_folder(path: str) -> None:

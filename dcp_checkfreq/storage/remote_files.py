@@ -184,9 +184,7 @@ class FsspecFiles:
             whole = info["name"].rstrip("/")
             folder, _, name = whole.rpartition("/")
             if name and folder.strip("/") == path.strip("/"):
-                is_folder = info["type"] == "directory"
-                size = 0 if is_folder else int(info["size"])
-                entries.append(Entry(name, is_folder, size, _modified_s(info)))
+                entries.append(_entry(name, info))
         return entries
 
     def read(self, path: str) -> bytes:
@@ -350,6 +348,19 @@ def _discard(file: Any) -> None:
         file.discard()
     with contextlib.suppress(AttributeError):
         file.closed = True
+
+
+def _entry(name: str, info: dict[str, Any]) -> Entry:
+    kind = info["type"]
+    is_folder = kind == "directory"
+    return Entry(
+        name,
+        is_folder=is_folder,
+        size_bytes=0 if is_folder else int(info["size"] or 0),
+        modified_s=_modified_s(info),
+        is_link=kind == "link" or bool(info.get("islink")),
+        is_special=kind == "other",
+    )
 
 
 def _modified_s(info: dict[str, Any]) -> float:

@@ -24,12 +24,14 @@ class StaleCredentials(PermissionError):
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One name in a folder."""
+    """One name in a folder. What it says of a link is true of what the link leads to."""
 
     name: str
     is_folder: bool
-    size_bytes: int  # 0 for folders
+    size_bytes: int  # 0 for folders and special files
     modified_s: float  # seconds since the epoch by the storage's clock; never decides validity
+    is_link: bool = False  # to read through, never to delete through: its target is someone else's
+    is_special: bool = False  # a fifo, socket or device: never opened
 
 
 @runtime_checkable

@@ -4,6 +4,7 @@ import errno
 import os
 import pathlib
 import shutil
+import socket
 import subprocess
 import uuid
 
@@ -110,6 +111,33 @@ def test_a_link_to_a_folder_is_a_folder_and_a_dead_link_is_no_file(tmp_path):
     (tmp_path / "dead").symlink_to("nowhere")
     listed = {entry.name: entry.is_folder for entry in LocalTier(tmp_path).list()}
     assert listed == {"real": True, "to folder": True}
+
+
+def test_a_listing_tells_links_and_special_files_from_what_the_folder_itself_holds(tmp_path):
+    (tmp_path / "real").mkdir()
+    (tmp_path / "file").write_bytes(b"abc")
+    (tmp_path / "to folder").symlink_to("real")
+    (tmp_path / "to file").symlink_to("file")
+    (tmp_path / "loop").symlink_to("loop")
+    (tmp_path / "below a file").symlink_to("file/below")
+    (tmp_path / "too long").symlink_to("x" * 300)
+    os.mkfifo(tmp_path / "fifo")
+    (tmp_path / "to null").symlink_to("/dev/null")
+    with socket.socket(socket.AF_UNIX) as door:
+        door.bind(os.fspath(tmp_path / "socket"))
+    listed = {
+        entry.name: (entry.is_folder, entry.size_bytes, entry.is_link, entry.is_special)
+        for entry in LocalTier(tmp_path).list()
+    }
+    assert listed == {
+        "real": (True, 0, False, False),
+        "file": (False, 3, False, False),
+        "to folder": (True, 0, True, False),
+        "to file": (False, 3, True, False),
+        "fifo": (False, 0, False, True),
+        "to null": (False, 0, True, True),
+        "socket": (False, 0, False, True),
+    }
 
 
 # --- the order of calls: a journaling file system hides most of a missing sync ----------------
