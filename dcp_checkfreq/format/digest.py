@@ -35,6 +35,11 @@ def digest(data: memoryview | bytes) -> int:
     return xxhash.xxh3_64_intdigest(data)
 
 
+def identity(content: bytes) -> str:
+    """Return what tells one commit record from every other: xxh3-128 of its bytes, as hex."""
+    return xxhash.xxh3_128_hexdigest(content)
+
+
 def first_bad_block(data: memoryview, block: int, expected: Sequence[int]) -> int | None:
     """Return the number of the first block of ``data`` that fails its digest, or None.
 

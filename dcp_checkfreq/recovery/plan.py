@@ -20,6 +20,7 @@ class StepRecord:
     step: int
     problem: str | None  # why it is not whole; None: whole
     published: bool = True  # whether there is a ``.metadata``, whatever is in it
+    identity: str = ""  # of the ``.metadata``'s bytes (`format.digest.identity`); empty: none
     attempt: str = ""
     world_size: int = 0
     run_id: str = ""  # empty: stock DCP wrote it, or a writer without a Checkpointer
@@ -27,17 +28,32 @@ class StepRecord:
 
 
 def step_record(
-    name: str, step: int, problem: str | None, record: Record | None, *, published: bool
+    name: str,
+    step: int,
+    problem: str | None,
+    record: Record | None,
+    *,
+    published: bool,
+    identity: str = "",
 ) -> StepRecord:
-    """Return what a folder's ``record`` says of it; None: it has none, or it cannot be read."""
+    """Return what a folder's ``record`` says of it; None: it has none, or it cannot be read.
+
+    A record that was made for another step is a problem, whatever else is right: its state is not
+    that of the step that the folder's name tells.
+    """
     if record is None:
-        return StepRecord(name=name, step=step, problem=problem, published=published)
+        return StepRecord(
+            name=name, step=step, problem=problem, published=published, identity=identity
+        )
+    if problem is None and record.step is not None and record.step != step:
+        problem = f"it is step {record.step} in a folder of step {step}: copied or renamed"
     lineage = record.lineage
     return StepRecord(
         name=name,
         step=step,
         problem=problem,
         published=published,
+        identity=identity,
         attempt=record.attempt,
         world_size=record.world_size,
         run_id=lineage.run_id if lineage else "",

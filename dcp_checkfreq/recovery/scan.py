@@ -12,6 +12,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_checkfreq.errors import LoadFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
+from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.format.index import Record, digest_starts
 from dcp_checkfreq.recovery.plan import Ranking, Rejected, StepRecord, rank, step_record
 from dcp_checkfreq.shards.fetch import Fetcher
@@ -90,18 +91,17 @@ def newest_whole(
 def examine(folder: Tier, name: str, step: int) -> StepRecord:
     """Return the record of one step folder, as `scan` does. A missing folder is not published."""
     try:
-        metadata, record = _read(folder)
-        problem = _wrong_size(folder.list(), metadata, record)
+        content = folder.read(names.METADATA)
     except FileNotFoundError:
         reason = "not published: there is no .metadata"
         return StepRecord(name=name, step=step, problem=reason, published=False)
+    record, problem = None, None
+    try:
+        metadata, record = metadata_format.load(content, folder.location)
+        problem = _wrong_size(folder.list(), metadata, record)
     except LoadFailed as error:
-        return StepRecord(name=name, step=step, problem=error.why)
-    return step_record(name, step, problem, record, published=True)
-
-
-def _read(folder: Tier) -> tuple[Metadata, Record | None]:
-    return metadata_format.load(folder.read(names.METADATA), folder.location)
+        problem = error.why
+    return step_record(name, step, problem, record, published=True, identity=identity(content))
 
 
 def _wrong_size(entries: Sequence[Entry], metadata: Metadata, record: Record | None) -> str | None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from dcp_checkfreq.errors import LoadFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
+from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.format.index import Record
 from dcp_checkfreq.recovery.plan import StepRecord, step_record
 from dcp_checkfreq.storage.staging_area import LocalFolder
@@ -76,6 +77,16 @@ def _examine(
         return _hopeless(name, step, error.why)
     if record is None:
         return _hopeless(name, step, "its local record is not one of this package")
+    told = step_record(
+        name,
+        step,
+        refused.get(name),
+        record,
+        published=False,
+        identity=identity(content),
+    )
+    if told.problem is not None and name not in refused:
+        return _hopeless(name, step, told.problem, record)
     noted = frozenset().union(*(node.uploaded for node in nodes.values()))
     uploads: dict[str, int] = {}
     is_at_hand = is_local = True
@@ -90,7 +101,7 @@ def _examine(
         is_at_hand = is_at_hand and everywhere
         uploads[file] = min(holders, key=lambda rank: (list(uploads.values()).count(rank), rank))
     return Unfinished(
-        step_record(name, step, refused.get(name), record, published=False),
+        told,
         content,
         record.attempt,
         uploads,

@@ -7,9 +7,13 @@ import shutil
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import xxhash
 from behaviour_tools import load, same, save, some_state
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, Checkpointer, find_latest_valid
+from dcp_checkfreq.errors import StepNotFound
+from dcp_checkfreq.recovery.scan import scan
+from dcp_checkfreq.storage.open import open_tier
 from dcp_checkfreq.testing import Fault, FaultyTier, GatedTier, MemoryTier
 
 
@@ -136,12 +140,43 @@ def test_a_copy_is_as_good_as_the_original_whatever_its_times(tmp_path, stamp_s,
     assert same(load(some_state(), found), some_state(10.0))
 
 
-def test_a_copy_under_another_step_name_goes_by_its_name(tmp_path):
+@pytest.mark.parametrize("depth", ["size", "digest"])
+def test_a_copy_under_another_steps_name_is_passed_over_with_both_numbers(tmp_path, depth):
     save(some_state(4.0), tmp_path / "step_4")
     shutil.copytree(tmp_path / "step_4", tmp_path / "step_40")
-    found = find_latest_valid(tmp_path)
-    assert found.step == 40
-    assert same(load(some_state(), found), some_state(4.0))
+    found = find_latest_valid(tmp_path, depth=depth)
+    assert found.step == 4
+    assert [passed.name for passed in found.rejected] == ["step_40"]
+    assert "step 4 in a folder of step 40" in found.rejected[0].reason
+    with pytest.raises(StepNotFound, match="step 4 in a folder of step 40"):
+        Checkpointer(tmp_path, some_state()).restore(step=40)
+
+
+def test_a_copy_under_another_spelling_of_its_step_or_from_a_folder_without_one_is_whole(tmp_path):
+    save(some_state(4.0), tmp_path / "step_4")
+    (tmp_path / "step_4").rename(tmp_path / "step-00004")
+    assert find_latest_valid(tmp_path).name == "step-00004"
+    save(some_state(5.0), tmp_path / "best")
+    (tmp_path / "best").rename(tmp_path / "step_5")
+    assert find_latest_valid(tmp_path).step == 5
+
+
+def test_a_scan_tells_commit_records_apart_by_their_bytes(tmp_path):
+    dcp.save(some_state(1.0), storage_writer=dcp.FileSystemWriter(tmp_path / "step_1"))
+    save(some_state(1.0), tmp_path / "step_2")
+    shutil.copytree(tmp_path / "step_1", tmp_path / "step_3")
+    (tmp_path / "step_4").mkdir()
+    (tmp_path / "step_5").mkdir()
+    (tmp_path / "step_5" / ".metadata").write_bytes(b"no pickle")
+    records = {record.step: record for record in scan(open_tier(tmp_path))}
+    ids = {step: record.identity for step, record in records.items()}
+    content = (tmp_path / "step_2" / ".metadata").read_bytes()
+    assert ids[2] == xxhash.xxh3_128_hexdigest(content)
+    assert ids[4] == ""
+    assert ids[1] == ids[3]
+    assert len({ids[1], ids[2], ids[5]}) == 3
+    assert records[5].published
+    assert records[5].problem is not None
 
 
 def test_a_copy_can_be_gone_on_from_and_old_files_are_not_cleaned_away(tmp_path):
