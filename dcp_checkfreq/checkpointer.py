@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import signal
 import uuid
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -26,7 +24,6 @@ from dcp_checkfreq.errors import (
     SnapshotFailed,
     TooManyFailures,
 )
-from dcp_checkfreq.format.torch_private import default_store
 from dcp_checkfreq.gate import Gate
 from dcp_checkfreq.local_copies import LocalCopies
 from dcp_checkfreq.own_steps import OwnSteps, check_root
@@ -34,7 +31,6 @@ from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, facts_of, tuned_pacer
 from dcp_checkfreq.planner import CheckFreqSavePlanner
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.retention import Retention
-from dcp_checkfreq.preemption import PreemptionWatch
 from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.recovery.unfinished import Unfinished
@@ -43,6 +39,7 @@ from dcp_checkfreq.saving import Ended, Measured, Saver
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.pool import drop_device_pools
 from dcp_checkfreq.step_times import StepTimes
+from dcp_checkfreq.stopping import Stopping
 from dcp_checkfreq.storage.open import Location, open_tier
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_root
 
@@ -162,8 +159,6 @@ class Checkpointer:
         mode = _mode_of(snapshot)
         self._raise_errors = on_error == "raise"
         self._max_failures = max_failures
-        self._grace_s = grace_s
-        self._preempt_signals = tuple(preempt_signals)
         self._clock = clock or SystemClock()
         self._root = open_tier(root, storage_options=storage_options)
         if staging_dir is not None:
@@ -231,7 +226,14 @@ class Checkpointer:
             after_publishing=_published(self._own_steps, self._pacer),
             decide=self._pacer.decide,
         )
-        self._watch: PreemptionWatch | None = None
+        self._stopping = Stopping(
+            self._gate,
+            self._agree,
+            self._clock,
+            signals=preempt_signals,
+            grace_s=grace_s,
+            key=f"checkfreq/{self._run_id}",
+        )
         self._saves_begun = 0
         self._measured = Measured(Mode.CPU)  # the last save
         self._history: deque[SaveRecord] = deque(maxlen=_HISTORY)
@@ -284,7 +286,7 @@ class Checkpointer:
         self._times.take()  # what came before was not training
         if unfinished is not None:
             self._finish(unfinished)
-        self._watching()
+        self._stopping.watch(self)
         return restored
 
     # --- training ---
@@ -303,7 +305,7 @@ class Checkpointer:
         """
         done = self.step + 1 if step is None else step
         self._times.entered()
-        watch = self._watching()
+        self._stopping.watch(self)
         self._gate.pass_step(done)
         self.step = done
         self._pacer.counted()
@@ -311,8 +313,7 @@ class Checkpointer:
             ended = self._saver.ended(done)
             if ended is not None:
                 self._act_on(ended)
-            if watch.stop_at is not None and done >= watch.stop_at:
-                self._stop(watch)
+            self._stopping.stop_if_due(self)
             if self._pacer.is_due(done):
                 begun_s = self._clock.monotonic_s()
                 self._finish_in_flight()  # which may have changed the interval
@@ -458,56 +459,14 @@ class Checkpointer:
 
     # --- stopping ---
 
-    def _watching(self) -> PreemptionWatch:
-        """Return the watch for signals, started if this is the first call."""
-        if self._watch is not None:
-            return self._watch
-        self._watch = PreemptionWatch(
-            self._gate,
-            rank=self._agree.rank,
-            world_size=self._agree.world_size,
-            store=None if self._agree.is_alone else default_store(),
-            key=f"checkfreq/{self._run_id}",
-            signals=self._preempt_signals,
-            grace_s=self._grace_s,
-            clock=self._clock,
-            describe=functools.partial(_said_of, weakref.ref(self)),
-        )
-        # Its threads must not keep alive what a script has dropped without closing it.
-        weakref.finalize(self, self._watch.close).atexit = False
-        self._watch.start()
-        return self._watch
+    def settle(self) -> None:
+        """Wait for the save in flight, and act on its end like `after_step`."""
+        self._finish_in_flight()
 
-    def _stop(self, watch: PreemptionWatch) -> None:
-        """Save once more if there is time, and end this process. On all ranks at the same step."""
-        watch.taken_up()
-        code = 0
-        try:
-            self._finish_in_flight()
-            if self.last_saved_step != self.step and self._there_is_time(watch):
-                self.save(wait=True)
-        except CheckFreqError as error:
-            _log.error("before stopping: %s", error)
-            code = error.exit_code
-        _log.warning(
-            "stopping after step %d, as asked by a signal; the last published step is %s",
-            self.step,
-            self.last_saved_step,
-        )
-        with contextlib.suppress(CheckFreqError):  # logged already
-            self.close()
-        raise SystemExit(code)
-
-    def _there_is_time(self, watch: PreemptionWatch) -> bool:
+    def takes_s(self) -> float:
+        """Return how long the last save took on this rank, from the copy to its publication."""
         last = self._history[-1] if self._history else None
-        needs_s = 0.0 if last is None else 1.5 * (last.copy_s + last.persist_s)
-        left_s = (watch.deadline_s or 0.0) - self._clock.monotonic_s()
-        enough = self._agree.consult(left_s >= needs_s, all)
-        if not enough:
-            _log.warning(
-                "%.1f s are left, a save takes about %.1f s: none is begun", left_s, needs_s
-            )
-        return enough
+        return 0.0 if last is None else last.copy_s + last.persist_s
 
     def close(self) -> None:
         """Wait for the save in flight and give everything back. May be called twice.
@@ -523,8 +482,7 @@ class Checkpointer:
         finally:
             self._saver.close()
             self._guard.close()
-            if self._watch is not None:
-                self._watch.close()
+            self._stopping.close()
             if self._agree.rank == 0:
                 self._lease.release()
             self._agree.close()
@@ -552,11 +510,6 @@ def _told(save: SaveRecord) -> str:
         f"({save.mode}), published {save.persist_s:.3f} s later; training was held up for "
         f"{save.blocked_s + save.waited_s:.3f} s"
     )
-
-
-def _said_of(checkpointer: weakref.ref[Checkpointer]) -> str:
-    alive = checkpointer()
-    return "" if alive is None else f"The last published step is {alive.last_saved_step}"
 
 
 def _published(own_steps: OwnSteps, pacer: Pacer) -> Callable[[int], None]:

@@ -55,6 +55,7 @@ LEVELS = {
     "latest": 5,
     "signals": 3,
     "preemption": 5,
+    "stopping": 5,
     "uploading": 5,
     "local_copies": 5,
     "saving": 5,
