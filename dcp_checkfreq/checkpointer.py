@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch
 
@@ -39,7 +39,7 @@ from dcp_checkfreq.saving import Ended, Measured, Saver
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.pool import drop_device_pools
 from dcp_checkfreq.step_times import StepTimes
-from dcp_checkfreq.stopping import Stopping
+from dcp_checkfreq.stopping import Job, Stopping
 from dcp_checkfreq.storage.open import Location, open_tier
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_root
 
@@ -313,7 +313,8 @@ class Checkpointer:
             ended = self._saver.ended(done)
             if ended is not None:
                 self._act_on(ended)
-            self._stopping.stop_if_due(self)
+            if self._stopping.is_due(done):
+                self._stop()
             if self._pacer.is_due(done):
                 begun_s = self._clock.monotonic_s()
                 self._finish_in_flight()  # which may have changed the interval
@@ -459,14 +460,19 @@ class Checkpointer:
 
     # --- stopping ---
 
-    def settle(self) -> None:
-        """Wait for the save in flight, and act on its end like `after_step`."""
-        self._finish_in_flight()
+    def _stop(self) -> NoReturn:
+        def last_took_s() -> float:
+            last = self._history[-1] if self._history else None
+            return 0.0 if last is None else last.copy_s + last.persist_s
 
-    def takes_s(self) -> float:
-        """Return how long the last save took on this rank, from the copy to its publication."""
-        last = self._history[-1] if self._history else None
-        return 0.0 if last is None else last.copy_s + last.persist_s
+        job = Job(
+            settle=self._finish_in_flight,
+            save=lambda: self.save(wait=True),
+            takes_s=last_took_s,
+            saved=lambda: self.last_saved_step,
+            close=self.close,
+        )
+        self._stopping.stop(self.step, job)
 
     def close(self) -> None:
         """Wait for the save in flight and give everything back. May be called twice.

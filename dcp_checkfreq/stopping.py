@@ -6,7 +6,8 @@ import contextlib
 import functools
 import logging
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import NoReturn, Protocol
 
 from dcp_checkfreq.agreement import Agreement
@@ -21,27 +22,29 @@ _log = logging.getLogger(__name__)
 _SAVE_TAKES = 1.5  # times as long as the last one, at most: what is left must be enough for it
 
 
-class Stoppable(Protocol):
-    """What is stopped: a `Checkpointer`."""
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What can be done with the training at its end.
 
-    step: int
+    Attributes:
+        settle: waits for the save in flight, and acts on its end.
+        save: saves the state as it is now, and returns when that is published.
+        takes_s: returns how long the last save took, from the copy to its publication.
+        saved: returns the last published step.
+        close: gives everything back.
+    """
+
+    settle: Callable[[], None]
+    save: Callable[[], None]
+    takes_s: Callable[[], float]
+    saved: Callable[[], int | None]
+    close: Callable[[], None]
+
+
+class Owner(Protocol):
+    """What knows how far the job is: a `Checkpointer`."""
+
     last_saved_step: int | None
-
-    def settle(self) -> None:
-        """Wait for the save in flight, and act on its end."""
-        ...
-
-    def save(self, *, wait: bool) -> None:
-        """Save the state as it is now."""
-        ...
-
-    def takes_s(self) -> float:
-        """Return how long the last save took, from the copy to its publication."""
-        ...
-
-    def close(self) -> None:
-        """Give everything back."""
-        ...
 
 
 class Stopping:
@@ -70,7 +73,7 @@ class Stopping:
         self._signals, self._grace_s, self._key = tuple(signals), grace_s, key
         self._watch: PreemptionWatch | None = None
 
-    def watch(self, owner: Stoppable) -> PreemptionWatch:
+    def watch(self, owner: Owner) -> PreemptionWatch:
         """Return the watch for signals, started if this is the first call."""
         if self._watch is not None:
             return self._watch
@@ -90,39 +93,39 @@ class Stopping:
         self._watch.start()
         return self._watch
 
-    def stop_if_due(self, owner: Stoppable) -> None:
-        """After a step: if it is the one to stop at, save once more and end this process.
+    def is_due(self, step: int) -> bool:
+        """Tell whether to stop after this step; so do all ranks at the same one."""
+        watch = self._watch
+        return watch is not None and watch.stop_at is not None and step >= watch.stop_at
 
-        All ranks stop at the same step.
+    def stop(self, step: int, job: Job) -> NoReturn:
+        """Save once more if there is time, and end this process. All ranks call it after ``step``.
 
         Raises:
-            SystemExit: it was.
+            SystemExit: always.
         """
-        watch = self.watch(owner)
-        if watch.stop_at is not None and owner.step >= watch.stop_at:
-            self._stop(owner, watch)
-
-    def _stop(self, owner: Stoppable, watch: PreemptionWatch) -> NoReturn:
+        watch = self._watch
+        assert watch is not None
         watch.taken_up()
         code = 0
         try:
-            owner.settle()
-            if owner.last_saved_step != owner.step and self._there_is_time(owner, watch):
-                owner.save(wait=True)
+            job.settle()
+            if job.saved() != step and self._there_is_time(watch, job.takes_s()):
+                job.save()
         except CheckFreqError as error:
             _log.error("before stopping: %s", error)
             code = error.exit_code
         _log.warning(
             "stopping after step %d, as asked by a signal; the last published step is %s",
-            owner.step,
-            owner.last_saved_step,
+            step,
+            job.saved(),
         )
         with contextlib.suppress(CheckFreqError):  # logged already
-            owner.close()
+            job.close()
         raise SystemExit(code)
 
-    def _there_is_time(self, owner: Stoppable, watch: PreemptionWatch) -> bool:
-        needs_s = _SAVE_TAKES * owner.takes_s()
+    def _there_is_time(self, watch: PreemptionWatch, last_took_s: float) -> bool:
+        needs_s = _SAVE_TAKES * last_took_s
         left_s = (watch.deadline_s or 0.0) - self._clock.monotonic_s()
         enough = self._agree.consult(left_s >= needs_s, all)
         if not enough:
@@ -137,6 +140,6 @@ class Stopping:
             self._watch.close()
 
 
-def _said_of(owner: weakref.ref[Stoppable]) -> str:
+def _said_of(owner: weakref.ref[Owner]) -> str:
     alive = owner()
     return "" if alive is None else f"The last published step is {alive.last_saved_step}"
