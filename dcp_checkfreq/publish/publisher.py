@@ -6,16 +6,17 @@ import errno
 
 from dcp_checkfreq.errors import CheckpointExists, PublishUnknown, SaveFailed
 from dcp_checkfreq.format.names import METADATA, scratch_metadata
+from dcp_checkfreq.storage.abilities import REFUSALS
 from dcp_checkfreq.storage.tier import Tier
 
 # Errors after which the storage is sure that it created nothing.
-_REFUSED = {
+_REFUSED = REFUSALS | {
     errno.ENOSPC,
     errno.EDQUOT,
     errno.EROFS,
-    errno.EACCES,
-    errno.EPERM,
     errno.ENOENT,
+    errno.ENOTDIR,
+    errno.ENAMETOOLONG,
     errno.EFBIG,
 }
 

@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
-import logging
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 from dcp_checkfreq.storage import engines
+from dcp_checkfreq.storage.abilities import (
+    REFUSALS_OF_FOLDERS,
+    Abilities,
+    abilities_of,
+    is_refusal,
+    rename_exclusively,
+)
 from dcp_checkfreq.storage.tier import Entry
-
-_log = logging.getLogger(__name__)
 
 # Below this a file is one or two requests anyway, and the page cache takes them at once.
 DIRECT_FROM_BYTES = 4 << 20
 
-_NO_LINKS = {errno.EPERM, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSYS, errno.EMLINK, errno.EXDEV}
 _LEADS_NOWHERE = {errno.ELOOP, errno.ENOTDIR, errno.ENAMETOOLONG}
-_NO_FSYNC_OF_FOLDERS = {errno.EINVAL, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EBADF}
-_RENAME_NOREPLACE = 1
-_AT_FDCWD = -100
 
 
 class LocalTier:
     """One folder of a mounted file system. See `Tier` for what each call promises.
+
+    What the mount can do is tried out before the first file is written (`abilities`). On one that
+    can neither link nor rename, `create` writes the file under its own name, exclusively, and
+    removes it again if that fails; `replace` then deletes first. What such a mount cannot promise
+    is said in one warning.
 
     Args:
         path: the folder; need not exist yet.
@@ -49,6 +53,9 @@ class LocalTier:
     def child(self, name: str) -> LocalTier:
         """Return the tier of a folder inside this one."""
         return LocalTier(os.path.join(self._path, name), direct_io=self._direct_io)
+
+    def _can(self) -> Abilities:
+        return abilities_of(self._path)
 
     def _join(self, name: str) -> str:
         return os.path.join(self._path, name)
@@ -101,26 +108,30 @@ class LocalTier:
 
     def write_shard(self, name: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
         """Write a new file; its content is durable on return."""
+        can = self._can()
+        direct = self._direct_io and can.direct_io and size_bytes >= DIRECT_FROM_BYTES
         path = self._join(name)
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         fd = os.open(path, flags, 0o666)
         try:
-            engines.preallocate(fd, size_bytes)
-            direct = self._direct_io and size_bytes >= DIRECT_FROM_BYTES
-            if direct and engines.set_direct(fd, on=True):
-                written = engines.write_direct(fd, pieces)
-            else:
-                written = engines.write_buffered(fd, pieces)
-            if written != size_bytes:
-                raise OSError(
-                    errno.EIO, f"{written} bytes were given for a file of {size_bytes}", path
-                )
-            os.fdatasync(fd)
+            try:
+                if can.fallocate:
+                    engines.preallocate(fd, size_bytes)
+                if direct and engines.set_direct(fd, on=True):
+                    written = engines.write_direct(fd, pieces)
+                else:
+                    written = engines.write_buffered(fd, pieces)
+                if written != size_bytes:
+                    raise OSError(
+                        errno.EIO, f"{written} bytes were given for a file of {size_bytes}", path
+                    )
+                sync_file(os.fdatasync, fd, can)
+            finally:
+                os.close(fd)  # may be where a mount uploads, and says that it could not
         except BaseException:
-            os.close(fd)
-            os.unlink(path)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(path)
             raise
-        os.close(fd)
 
     def sync(self) -> None:
         """Fsync the folder."""
@@ -128,24 +139,46 @@ class LocalTier:
 
     def create(self, name: str, data: bytes, *, scratch: str) -> None:
         """Write ``scratch``, fsync it, link it to ``name`` exclusively, fsync the folder."""
-        with self._written_scratch(scratch, data) as source:
-            _link_exclusively(source, self._join(name))
+        if not self._if_offered(lambda: self._create_whole(name, data, scratch)):
+            self.write_shard(name, [memoryview(data)], len(data))
         self.sync()
 
     def replace(self, name: str, data: bytes, *, scratch: str) -> None:
         """Write ``scratch``, fsync it, rename it over ``name``, fsync the folder."""
+        if not self._if_offered(lambda: self._replace_whole(name, data, scratch)):
+            self.delete(name)
+            self.write_shard(name, [memoryview(data)], len(data))
+        self.sync()
+
+    def _if_offered(self, commit: Callable[[], None]) -> bool:
+        """Carry out a commit; False if the mount has no such thing, and nothing was done."""
+        if not self._can().commits_whole:
+            return False
+        try:
+            commit()
+        except OSError as error:
+            if not is_refusal(error):
+                raise
+            return False
+        return True
+
+    def _create_whole(self, name: str, data: bytes, scratch: str) -> None:
+        with self._written_scratch(scratch, data) as source:
+            _link_exclusively(source, self._join(name), self._can())
+
+    def _replace_whole(self, name: str, data: bytes, scratch: str) -> None:
         with self._written_scratch(scratch, data) as source:
             os.rename(source, self._join(name))
-        self.sync()
 
     @contextlib.contextmanager
     def _written_scratch(self, scratch: str, data: bytes) -> Iterator[str]:
+        can = self._can()
         path = self._join(scratch)
         fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
             try:
                 engines.write_all(fd, [memoryview(data)], 0)
-                os.fsync(fd)
+                sync_file(os.fsync, fd, can)
             finally:
                 os.close(fd)
             yield path
@@ -195,47 +228,47 @@ def _sync_folder(path: str) -> None:
     try:
         os.fsync(fd)
     except OSError as error:
-        if error.errno not in _NO_FSYNC_OF_FOLDERS:
+        if error.errno not in REFUSALS_OF_FOLDERS:
             raise
-        _log.debug("%s: this file system has no fsync of folders", path)
+        # Said once, when the mount was tried out.
     finally:
         os.close(fd)
 
 
-def _link_exclusively(source: str, target: str) -> None:
-    """Give ``source`` the name ``target`` if no one has it; `FileExistsError` if someone has."""
+def sync_file(sync: Callable[[int], None], fd: int, can: Abilities) -> None:
+    """Sync an open file, where the mount has that."""
     try:
-        os.link(source, target)
-    except FileExistsError:
-        # An NFS server may answer a repeated request of a link that it made the first time.
-        if os.stat(source).st_nlink == 2 and os.path.samefile(source, target):
-            return
-        raise
+        sync(fd)
     except OSError as error:
-        if error.errno not in _NO_LINKS:
+        if can.fsync or not is_refusal(error):
             raise
-        _rename_exclusively(source, target)
 
 
-def _rename_exclusively(source: str, target: str) -> None:
-    """For file systems without hard links: renameat2, or else look and rename."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    if hasattr(libc, "renameat2"):
-        outcome = libc.renameat2(
-            _AT_FDCWD, os.fsencode(source), _AT_FDCWD, os.fsencode(target), _RENAME_NOREPLACE
-        )
-        if outcome == 0:
+def _link_exclusively(source: str, target: str, can: Abilities) -> None:
+    """Give ``source`` the name ``target`` if no one has it; `FileExistsError` if someone has."""
+    if can.link:
+        try:
+            os.link(source, target)
+        except FileExistsError:
+            # An NFS server may answer a repeated request of a link that it made the first time.
+            if os.stat(source).st_nlink == 2 and os.path.samefile(source, target):
+                return
+            raise
+        except OSError as error:
+            if not is_refusal(error):
+                raise
+        else:
             return
-        code = ctypes.get_errno()
-        if code == errno.EEXIST:
-            raise FileExistsError(code, os.strerror(code), target)
-        if code not in (errno.EINVAL, errno.ENOSYS, errno.ENOTSUP):
-            raise OSError(code, os.strerror(code), target)
+    if can.rename_exclusively:
+        try:
+            rename_exclusively(source, target)
+        except FileExistsError:
+            raise
+        except OSError as error:
+            if not is_refusal(error):
+                raise
+        else:
+            return
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
-    _log.warning(
-        "%s: this file system can neither link nor rename exclusively; two runs that save the "
-        "same step at the same moment are not told apart here",
-        os.path.dirname(target),
-    )
     os.rename(source, target)

@@ -10,6 +10,7 @@ import uuid
 
 import pytest
 
+from dcp_checkfreq.storage.abilities import abilities_of
 from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.testing import TierSuite
 
@@ -147,6 +148,7 @@ def test_a_listing_tells_links_and_special_files_from_what_the_folder_itself_hol
 def disk_log(tmp_path, monkeypatch):
     """Real calls, written down: what was done to which path below tmp_path, in order."""
     log = []
+    abilities_of(str(tmp_path))  # tried out once per mount, not part of any order
 
     def shown(what):
         path = os.readlink(f"/proc/self/fd/{what}") if isinstance(what, int) else os.fspath(what)

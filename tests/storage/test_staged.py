@@ -301,7 +301,7 @@ def refuse_all_but_streams(monkeypatch):
 
     for call in ("link", "rename", "posix_fallocate", "pwrite", "pwritev", "lseek", "ftruncate"):
         monkeypatch.setattr(os, call, refused)
-    monkeypatch.setattr(local, "_rename_exclusively", refused)
+    monkeypatch.setattr(local, "rename_exclusively", refused)
 
 
 def test_a_save_needs_nothing_but_streams_of_the_slow_volume(tmp_path, monkeypatch):
