@@ -13,6 +13,7 @@ from dcp_checkfreq.format.index import Lineage
 from dcp_checkfreq.policy.retention import Retention, select_expired
 from dcp_checkfreq.recovery.choose import Choice
 from dcp_checkfreq.recovery.clean import delete_step
+from dcp_checkfreq.recovery.plan import leaves
 from dcp_checkfreq.recovery.scan import examine, scan
 from dcp_checkfreq.storage.late import look_again
 from dcp_checkfreq.storage.tier import Tier
@@ -27,7 +28,7 @@ class OwnSteps:
     Args:
         root: folder of the run.
         agree: of the ranks.
-        run_id: of this run.
+        run_id: of this run, for what it saves before it restores: each restore makes a new one.
         rule: what to keep.
         threads: shard files that a rank writes at once.
         clock: for what copies cost.
@@ -55,11 +56,7 @@ class OwnSteps:
     def go_on_from(self, choice: Choice) -> None:
         """Take note of what was restored, or that the run starts from nothing."""
         self._kept = choice.kept
-        self._lineage = Lineage(
-            run_id=self._run_id,
-            parent_step=None if choice.record is None else choice.record.step,
-            abandons=choice.abandons,
-        )
+        self._lineage = choice.lineage
 
     def writer(self, step: int) -> CheckFreqWriter:
         """Return a writer for this step. With no save in flight: it may ask the other ranks.
@@ -101,9 +98,7 @@ class OwnSteps:
             record = examine(folder, name, step)
         except OSError as error:
             raise WriteFailed(folder.location, f"it cannot be looked at: {error}") from error
-        first = lineage.abandons.get(record.run_id)
-        left_behind = first is not None and step >= first
-        return record.published and (left_behind or record.problem is not None)
+        return record.published and (leaves(lineage, record) or record.problem is not None)
 
     def published(self, step: int) -> None:
         """On rank 0: let old checkpoints go. Never raises: the new one is published."""

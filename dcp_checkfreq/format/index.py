@@ -30,11 +30,14 @@ class Lineage:
 
     ``abandons`` maps a run id to the first of its steps that this history left behind: a run that
     restored step 300 of run A holds ``{"A": 301}``, and A's step 5000 is an abandoned branch.
+    ``abandons_folders`` does the same for checkpoints without a run id (stock DCP, a writer without
+    a `Checkpointer`): folder name to the identity of the commit record that was left behind there.
     """
 
     run_id: str
     parent_step: int | None = None
     abandons: Mapping[str, int] = field(default_factory=dict)
+    abandons_folders: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -83,7 +86,9 @@ def _unpack(code: str, data: object) -> array[int]:
 def encode(record: Record) -> dict[str, Any]:
     """Return the record as a dict of builtins. `decode` is its inverse."""
     columns, lineage = record.columns, record.lineage
-    return {
+    # Only where it says something, so that all other records are what they were before it.
+    folders = dict(lineage.abandons_folders) if lineage else {}
+    return ({"abandons_folders": folders} if folders else {}) | {
         "format": FORMAT_VERSION,
         "attempt": record.attempt,
         "world_size": record.world_size,
@@ -128,6 +133,9 @@ def decode(data: object) -> Record:
                 run_id=_text(run_id),
                 parent_step=None if parent is None else _count(parent),
                 abandons={_text(k): _count(v) for k, v in data["abandons"].items()},
+                abandons_folders={
+                    _text(k): _text(v) for k, v in data.get("abandons_folders", {}).items()
+                },
             )
         step = data["step"]
         record = Record(

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import uuid
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_checkfreq.errors import NoValidCheckpoint, StepNotFound
-from dcp_checkfreq.recovery.plan import StepRecord, abandoned_by, rank
+from dcp_checkfreq.format.index import Lineage
+from dcp_checkfreq.recovery.plan import StepRecord, begin_history, line_of, rank
 from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole, scan_with
 from dcp_checkfreq.storage.tier import Tier
 
@@ -16,14 +18,14 @@ class Choice:
     """A checkpoint to go on from, and what follows for the run that does."""
 
     record: StepRecord | None  # None: a fresh start
-    abandons: dict[str, int]  # see `format.index.Lineage`
+    lineage: Lineage  # of the history that begins here; its run id is of this restore alone
     passed_over: tuple[str, ...]  # newer steps, each with the reason
     kept: dict[int, str]  # whole steps of the history that goes on, with their folders
 
 
 def choose_nothing(root: Tier, also: Sequence[StepRecord] = ()) -> Choice:
     """Choose a fresh start; what is there becomes a history that was left behind."""
-    return Choice(None, abandoned_by(None, scan_with(root, also)), (), {})
+    return _begin(None, scan_with(root, also))
 
 
 def choose_newest(
@@ -56,7 +58,7 @@ def choose_newest(
             f"none of its checkpoints is whole ({'; '.join(passed_over)}). Pass fresh_start=True "
             "to start from nothing",
         )
-    return Choice(newest, abandoned_by(newest, records), passed_over, _folders(usable))
+    return _begin(newest, records, passed_over, without=broken)
 
 
 def choose_step(root: Tier, step: int, depth: Depth, also: Sequence[StepRecord] = ()) -> Choice:
@@ -74,13 +76,20 @@ def choose_step(root: Tier, step: int, depth: Depth, also: Sequence[StepRecord] 
         if depth == "digest" and chosen not in also:
             problem = check_digests(root.child(chosen.name))
         if problem is None:
-            older = rank(record for record in records if record.step <= step)
-            return Choice(chosen, abandoned_by(chosen, records), (), _folders(older.candidates))
+            return _begin(chosen, records)
     elif of_step.rejected:
         problem = of_step.rejected[0].reason
     others = sorted(record.step for record in records if record.problem is None)
     raise StepNotFound(root.location, f"step {step}: {problem}; whole steps are {others}")
 
 
-def _folders(records: Iterable[StepRecord]) -> dict[int, str]:
-    return {record.step: record.name for record in records}
+def _begin(
+    resumed: StepRecord | None,
+    records: Sequence[StepRecord],
+    passed_over: tuple[str, ...] = (),
+    *,
+    without: Collection[str] = (),
+) -> Choice:
+    lineage = begin_history(uuid.uuid4().hex[:12], resumed, records)
+    kept = {r.step: r.name for r in line_of(lineage, records) if r.name not in without}
+    return Choice(resumed, lineage, passed_over, kept)

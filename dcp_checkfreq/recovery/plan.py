@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dcp_checkfreq.format.index import Record
+from dcp_checkfreq.format.index import Lineage, Record
 from dcp_checkfreq.format.names import step_folder
 
 
@@ -25,6 +25,7 @@ class StepRecord:
     world_size: int = 0
     run_id: str = ""  # empty: stock DCP wrote it, or a writer without a Checkpointer
     abandons: Mapping[str, int] = field(default_factory=dict)  # see `format.index.Lineage`
+    abandons_folders: Mapping[str, str] = field(default_factory=dict)
 
 
 def step_record(
@@ -58,6 +59,7 @@ def step_record(
         world_size=record.world_size,
         run_id=lineage.run_id if lineage else "",
         abandons=lineage.abandons if lineage else {},
+        abandons_folders=lineage.abandons_folders if lineage else {},
     )
 
 
@@ -103,38 +105,115 @@ def rank(records: Iterable[StepRecord]) -> Ranking:
     return Ranking(tuple(candidates), tuple(rejected))
 
 
+def leaves(history: StepRecord | Lineage, record: StepRecord) -> bool:
+    """Tell whether ``history`` went on without ``record``, which was there before it began.
+
+    What names the history's own run came after it and cannot have been left by it. So a record
+    never leaves itself, whatever is written in it.
+    """
+    if not record.run_id:
+        return record.identity != "" and (
+            history.abandons_folders.get(record.name) == record.identity
+        )
+    first = history.abandons.get(record.run_id)
+    return first is not None and first <= record.step and history.run_id not in record.abandons
+
+
 def _left_behind(whole: Sequence[StepRecord]) -> dict[str, str]:
-    """Return, by folder name, which living record left it. A record that was left has no say."""
-    known: dict[str, str | None] = {}
+    """Return, by folder name, which living record left it. A record that was left has no say.
 
-    def who_left(record: StepRecord) -> str | None:
-        if record.name not in known:
-            known[record.name] = None  # later runs leave earlier ones; only damage makes a circle
-            for other in whole:
-                first = other.abandons.get(record.run_id) if record.run_id else None
-                if first is not None and first <= record.step and who_left(other) is None:
-                    known[record.name] = other.name
-                    break
-        return known[record.name]
+    Later histories leave earlier ones. Only damage makes a circle; what is in one stays.
+    """
+    histories = [*{_history(record): record for record in whole}.values()]
+    number_of = {_history(record): number for number, record in enumerate(histories)}
+    own = {record.name: number_of[_history(record)] for record in whole}
+    leavers = {
+        record.name: [n for n, history in enumerate(histories) if leaves(history, record)]
+        for record in whole
+    }
+    left: dict[str, int] = {}
+    living: dict[int, str] = {}  # histories that have a say, with a record of theirs that lives
+    undecided = [record.name for record in whole]
+    while undecided:
+        still = []
+        with_hope = {own[name] for name in undecided}
+        for name in undecided:
+            by = next((number for number in leavers[name] if number in living), None)
+            if by is not None:
+                left[name] = by
+            elif with_hope.isdisjoint(leavers[name]):
+                living.setdefault(own[name], name)
+            else:
+                still.append(name)
+        if len(still) == len(undecided):
+            break
+        undecided = still
+    return {name: living[by] for name, by in left.items()}
 
-    return {record.name: by for record in whole if (by := who_left(record)) is not None}
+
+def _history(record: StepRecord) -> object:
+    """Return what is equal for records that leave the same things behind."""
+    if not record.run_id:
+        return record.name
+    return (
+        record.run_id,
+        frozenset(record.abandons.items()),
+        frozenset(record.abandons_folders.items()),
+    )
+
+
+def begin_history(
+    run_id: str, resumed: StepRecord | None, records: Sequence[StepRecord]
+) -> Lineage:
+    """Return the lineage of a new history that goes on from ``resumed`` (None: from nothing)."""
+    return Lineage(
+        run_id=run_id,
+        parent_step=None if resumed is None else resumed.step,
+        abandons=abandoned_by(resumed, records),
+        abandons_folders=abandoned_folders(resumed, records),
+    )
 
 
 def abandoned_by(resumed: StepRecord | None, records: Sequence[StepRecord]) -> dict[str, int]:
-    """Return the `abandons` of a run that goes on from ``resumed`` (None: from nothing).
+    """Return the `abandons` of a history that goes on from ``resumed`` (None: from nothing).
 
-    Every whole step behind that point, of any run, belongs to a history that is left behind, and
-    so does all of a run that had itself left the step which is now resumed.
+    Every step behind that point, of any run, belongs to a history that is left behind, whole or
+    not: what cannot be read today may be read tomorrow. So does all of a run that had itself left
+    the step which is now resumed.
     """
     first = 0 if resumed is None else resumed.step + 1
     abandons = {} if resumed is None else dict(resumed.abandons)
     for record in records:
-        if record.problem is not None:
-            continue
-        if record.step >= first or (resumed is not None and record.run_id == resumed.run_id):
+        if record.run_id and record.step >= first:
             abandons[record.run_id] = min(first, abandons.get(record.run_id, first))
-        left_from = record.abandons.get(resumed.run_id) if resumed is not None else None
-        if resumed is not None and left_from is not None and left_from <= resumed.step:
+        if record.run_id and resumed is not None and leaves(record, resumed):
             abandons[record.run_id] = 0
-    abandons.pop("", None)
+    if resumed is not None and resumed.run_id:
+        abandons[resumed.run_id] = first  # and no earlier: nothing leaves what it goes on from
     return abandons
+
+
+def abandoned_folders(resumed: StepRecord | None, records: Sequence[StepRecord]) -> dict[str, str]:
+    """Return the `abandons_folders` of such a history: the same for steps without a run id."""
+    first = 0 if resumed is None else resumed.step + 1
+    left = {} if resumed is None else dict(resumed.abandons_folders)
+    left |= {
+        record.name: record.identity
+        for record in records
+        if not record.run_id and record.identity and record.step >= first
+    }
+    return left
+
+
+def line_of(history: Lineage, records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
+    """Return what will be the past of ``history`` once it has saved: whole steps, newest first."""
+    coming = StepRecord(
+        name="",
+        step=0,
+        problem=None,
+        run_id=history.run_id,
+        abandons=history.abandons,
+        abandons_folders=history.abandons_folders,
+    )
+    left = _left_behind([*(record for record in records if record.problem is None), coming])
+    return rank(record for record in records if record.name not in left).candidates

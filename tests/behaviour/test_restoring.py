@@ -2,14 +2,17 @@
 
 import logging
 import os
+import shutil
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from checkpointer_tools import counter, restored_from, run, steps_on
 from torch import nn
 
 from dcp_checkfreq import (
     BrokenShard,
+    CheckFreqWriter,
     Checkpointer,
     NoValidCheckpoint,
     StateMismatch,
@@ -179,8 +182,6 @@ def test_restoring_twice_and_after_training_goes_back_each_time(root):
 
 
 def test_stock_checkpoints_in_the_root_are_restored(tmp_path):
-    import torch.distributed.checkpoint as dcp
-
     model = nn.Linear(3, 2)
     dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "step_7")
     fresh = nn.Linear(3, 2)
@@ -190,6 +191,101 @@ def test_stock_checkpoints_in_the_root_are_restored(tmp_path):
         ckpt.after_step()
     assert torch.equal(fresh.weight, model.weight)
     assert find_latest_valid(tmp_path).step == 8
+
+
+def linear(value):
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    return model
+
+
+def value_of(model):
+    (value,) = {x for parameter in model.parameters() for x in parameter.flatten().tolist()}
+    return value
+
+
+def stock_save(path, value, writer=dcp.FileSystemWriter):
+    dcp.save({"model": linear(value).state_dict()}, storage_writer=writer(path))
+
+
+@pytest.mark.parametrize("writer", [dcp.FileSystemWriter, CheckFreqWriter])
+def test_a_fresh_start_leaves_steps_behind_that_no_checkpointer_wrote(tmp_path, writer):
+    stock_save(tmp_path / "step_5000", -5.0, writer)
+    model = linear(1.0)
+    with Checkpointer(tmp_path, {"model": model}, every=10) as ckpt:
+        assert ckpt.restore(fresh_start=True) is None
+        for _ in range(10):
+            ckpt.after_step()
+    assert find_latest_valid(tmp_path).step == 10
+    with Checkpointer(tmp_path, {"model": model}, every=10) as ckpt:
+        assert ckpt.restore().step == 10
+    # Written after the fresh start, it is somebody's wish, and newer by its number.
+    shutil.rmtree(tmp_path / "step_5000")
+    stock_save(tmp_path / "step_5000", -6.0, writer)
+    with Checkpointer(tmp_path, {"model": model}, every=10) as ckpt:
+        assert ckpt.restore().step == 5000
+    assert value_of(model) == -6.0
+
+
+def test_a_run_that_comes_to_a_step_of_stock_dcp_that_it_left_behind_saves_its_own(tmp_path):
+    for step in (1, 2, 3):
+        stock_save(tmp_path / f"step_{step:08d}", -step)
+    model = linear(0.0)
+    with Checkpointer(tmp_path, {"model": model}, every=1, keep_last=9, on_error="raise") as ckpt:
+        ckpt.restore(1)
+        for _ in range(2):
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter += 10
+            ckpt.after_step()
+            ckpt.wait_for_snapshot()
+    for step, value in ((1, -1.0), (2, 9.0), (3, 19.0)):
+        with Checkpointer(tmp_path, {"model": model}, every=1) as ckpt:
+            ckpt.restore(step)
+        assert value_of(model) == value
+
+
+@pytest.mark.parametrize("keep_last", [1, 2, 100])
+@pytest.mark.parametrize("back_to", [None, 4, "fresh"])
+def test_every_restore_in_one_process_begins_a_history_of_its_own(root, back_to, keep_last):
+    state = counter()
+    how = {"fresh_start": True} if back_to == "fresh" else {"step": back_to}
+    keep_every = None if keep_last == 100 else 4  # so that step 4 is there to go back to
+    options = {"every": 1, "keep_last": keep_last, "keep_every": keep_every}
+    runs = set()
+    with Checkpointer(root, state, on_error="raise", **options) as ckpt:
+        ckpt.restore()
+        for round_ in range(4):
+            if round_:
+                ckpt.restore(**how)
+            for _ in range(6):
+                state["w"].fill_(1000.0 * round_ + ckpt.step + 1)
+                ckpt.after_step()
+            ckpt.wait()
+            last = ckpt.last_saved_step
+            found = find_latest_valid(root)
+            assert (found.step, last) == (ckpt.step, ckpt.step)
+            runs.add(found.run_id)
+    assert len(runs) == 4
+    restored, got = restored_from(root)
+    assert restored.step == last
+    assert got["w"].tolist() == [3000.0 + last] * 5
+    if keep_last < 100:
+        line = [step for step in steps_on(root) if step <= last]
+        assert line[-keep_last:] == list(range(last - keep_last + 1, last + 1))
+
+
+def test_retention_keeps_the_step_that_was_returned_to_and_not_the_branch_that_was_left(root):
+    run(root, 8, every=2)
+    with Checkpointer(root, counter(), every=1, keep_last=100) as ckpt:
+        ckpt.restore(4)
+        ckpt.after_step()  # step 5, of a branch that leaves 6 and 8
+    with Checkpointer(root, counter(), every=10, keep_last=2) as ckpt:
+        ckpt.restore(8)
+        for _ in range(2):
+            ckpt.after_step()
+    assert steps_on(root) == [5, 8, 10]
 
 
 def test_a_model_of_another_shape_is_an_error_that_names_the_key(tmp_path):

@@ -1,6 +1,7 @@
 """The record in ``.metadata``: decoded as it was encoded, refused if it contradicts itself."""
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -33,6 +34,7 @@ def records(draw):
         run_id=TEXT,
         parent_step=st.none() | U64,
         abandons=st.dictionaries(TEXT, U64, max_size=3),
+        abandons_folders=st.dictionaries(TEXT, TEXT, max_size=3),
     )
     return Record(
         attempt=draw(TEXT),
@@ -109,6 +111,15 @@ def test_unknown_extra_keys_are_ignored():
     assert as_lists(decode(encoded)) == as_lists(plain_record())
 
 
+def test_a_record_that_left_no_folder_behind_is_what_it_was_before_there_was_such_a_key():
+    assert "abandons_folders" not in encode(plain_record())
+    left = {"step_7": "ab" * 16}
+    lineage = replace(plain_record().lineage, abandons_folders=left)
+    encoded = encode(replace(plain_record(), lineage=lineage))
+    assert encoded.pop("abandons_folders") == left
+    assert encoded == encode(plain_record()), "readers that ignore the key read the rest"
+
+
 @pytest.mark.parametrize("version", [FORMAT_VERSION + 1, 10**6])
 def test_a_newer_version_is_told_from_damage_and_named(version):
     encoded = {"format": version, "written_by": "dcp_checkfreq 9"}  # all else may have changed
@@ -162,6 +173,10 @@ def test_a_value_of_another_type_is_damage(key, value):
         {"files": {b"a": 1}},
         {"abandons": {"other": -1}},
         {"abandons": {"other": None}},
+        {"abandons_folders": {"step_7": 1}},
+        {"abandons_folders": {7: "x"}},
+        {"abandons_folders": ["step_7"]},
+        {"abandons_folders": None},
         {"world_size": "2"},
         {"world_size": None},
         {"step": -1},

@@ -1,21 +1,49 @@
 """Which step to resume: by number, whole, and of the history that is alive."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp_checkfreq.format.index import Columns, Record
 from dcp_checkfreq.format.names import step_folder
-from dcp_checkfreq.recovery.plan import StepRecord, abandoned_by, rank
+from dcp_checkfreq.recovery.plan import (
+    StepRecord,
+    abandoned_by,
+    begin_history,
+    leaves,
+    line_of,
+    rank,
+    step_record,
+)
 
 
-def record(step, run="", *, name=None, problem=None, abandons=None):
+def record(step, run="", *, name=None, problem=None, abandons=None, folders=None, identity=""):
     return StepRecord(
         name=name or step_folder(step),
         step=step,
         problem=problem,
         run_id=run,
+        identity=identity,
         abandons=abandons or {},
+        abandons_folders=folders or {},
     )
+
+
+def saved_by(run, resumed, records, *steps):
+    """Return what a run saves that goes on from ``resumed`` among ``records``."""
+    lineage = begin_history(run, resumed, records)
+    return [
+        record(
+            step,
+            run,
+            identity=f"{run} at {step}",
+            abandons=lineage.abandons,
+            folders=lineage.abandons_folders,
+        )
+        for step in steps
+    ]
 
 
 def newest(records):
@@ -30,7 +58,8 @@ RECORDS = st.lists(
         step=st.integers(0, 30),
         problem=st.sampled_from([None, None, "cut short"]),
         run_id=st.sampled_from(["", "a", "b", "c"]),
-        abandons=st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(0, 30), max_size=2),
+        identity=st.sampled_from(["", "one", "two"]),
+        abandons=st.dictionaries(st.sampled_from(["a", "b", "c"]), st.integers(0, 30), max_size=3),
     ),
     max_size=12,
     unique_by=lambda r: r.name,  # as in any folder
@@ -158,8 +187,144 @@ def test_a_fresh_start_leaves_everything():
     assert newest([*old, record(10, "c", abandons=abandons)]).run_id == "c"
 
 
-def test_steps_of_no_run_cannot_be_left():
-    assert abandoned_by(record(1, ""), [record(1, ""), record(5, "")]) == {}
+def test_what_cannot_be_read_today_is_left_too_in_case_that_it_can_tomorrow():
+    (torn,) = saved_by("b", None, [], 500)
+    torn = replace(torn, problem="a file is missing")
+    stock = record(600, identity="stock", problem="cut short")
+    old = record(400, "a")
+    goes_on = saved_by("c", old, [old, torn, stock], 410)
+    healed = [replace(torn, problem=None), replace(stock, problem=None)]
+    assert newest([old, *healed, *goes_on]).step == 410
+
+
+# --- steps without a run id ---
+
+
+def test_a_fresh_start_leaves_the_steps_of_stock_dcp():
+    stock = [record(4000, identity="x"), record(5000, identity="y")]
+    own = saved_by("a", None, stock, 10)
+    ranking = rank([*stock, *own])
+    assert [r.step for r in ranking.candidates] == [10]
+    assert all("abandoned" in passed.reason for passed in ranking.rejected)
+    then = saved_by("b", own[0], [*stock, *own], 20)
+    assert newest([*stock, *then]).step == 20, "also when a's steps have expired"
+
+
+def test_a_return_to_an_earlier_step_leaves_later_ones_of_stock_dcp_and_no_earlier_ones():
+    stock = [record(step, identity=f"s{step}") for step in (10, 20, 30)]
+    own = saved_by("a", stock[1], stock, 25)
+    assert [r.step for r in rank([*stock, *own]).candidates] == [25, 20, 10]
+    assert not leaves(own[0], own[0])
+
+
+def test_what_stock_dcp_saves_after_the_return_counts_as_new():
+    stock = record(5000, identity="before")
+    own = saved_by("a", None, [stock], 10)
+    later = record(5000, identity="after")
+    assert newest([later, *own]) == later
+    assert newest([*own, record(6000, identity="more")]).step == 6000
+    assert newest([*own, record(5000, name="step_5000", identity="before")]).step == 5000
+
+
+def test_an_explicit_return_to_a_step_of_stock_dcp_revives_it_and_those_before_it():
+    stock = [record(step, identity=f"s{step}") for step in (10, 20, 30)]
+    own = saved_by("a", stock[0], stock, 15)
+    back = saved_by("b", stock[2], [*stock, *own], 40)
+    assert [r.step for r in rank([*stock, *own, *back]).candidates] == [40, 30, 20, 10]
+
+
+def test_a_step_of_stock_dcp_without_a_commit_record_is_nothing_to_leave():
+    assert begin_history("a", None, [record(7, problem="not published")]).abandons_folders == {}
+    assert not leaves(record(1, "a", folders={step_folder(7): ""}), record(7))
+
+
+# --- nothing leaves itself ---
+
+
+def test_a_record_never_leaves_itself_or_its_run_whatever_it_says():
+    # As an earlier version wrote them after a second restore in one process.
+    damaged = [record(step, "a", abandons={"a": 5}) for step in (6, 8, 10)]
+    assert [r.step for r in rank(damaged).candidates] == [10, 8, 6]
+    before = [record(step, "a") for step in (2, 4, 7, 9)]
+    assert [r.step for r in rank([*before, *damaged]).candidates] == [10, 8, 6, 4, 2]
+
+
+def test_what_goes_on_from_a_record_that_left_itself_does_not_leave_it():
+    damaged = [record(step, "a", abandons={"a": 5}) for step in (6, 8, 10)]
+    on = saved_by("b", damaged[-1], damaged, 12)
+    assert on[0].abandons == {"a": 11}
+    assert [r.step for r in rank([*damaged, *on]).candidates] == [12, 10, 8, 6]
+
+
+def test_a_circle_of_damaged_records_hides_none_of_them():
+    circle = [
+        record(10, "a", abandons={"b": 0}),
+        record(20, "b", abandons={"c": 0}),
+        record(30, "c", abandons={"a": 0}),
+    ]
+    assert [r.step for r in rank(circle).candidates] == [30, 20, 10]
+    two = [record(10, "a", abandons={"b": 0}), record(20, "b", abandons={"a": 0})]
+    assert [r.step for r in rank(two).candidates] == [20, 10]
+    beside = [record(5, "d"), record(40, "e", abandons={"d": 0})]
+    assert [r.step for r in rank([*circle, *beside]).candidates] == [40, 30, 20, 10]
+
+
+@given(records=RECORDS)
+def test_no_damage_hides_all_whole_checkpoints(records):
+    whole = [r for r in records if r.problem is None]
+    assert bool(rank(records).candidates) == bool(whole)
+
+
+@given(records=RECORDS, pick=st.integers(0, 11))
+def test_whatever_is_there_a_new_history_keeps_what_it_goes_on_from(records, pick):
+    # Any circles, but no record that names its own run: those of one run cannot be told apart.
+    records = [
+        replace(r, abandons={k: v for k, v in r.abandons.items() if r.run_id not in ("", k)})
+        for r in records
+    ]
+    whole = [r for r in records if r.problem is None]
+    resumed = whole[pick % len(whole)] if whole else None
+    history = begin_history("new", resumed, records)
+    line = line_of(history, records)
+    if resumed is None:
+        assert all(r.run_id == "" and r.identity == "" for r in line)
+    else:
+        assert any(r.step == resumed.step for r in line)
+    own = saved_by("new", resumed, records, (resumed.step if resumed else 0) + 1)
+    assert newest([r for r in records if r.identity or r.run_id] + own) == own[0]
+
+
+def test_a_thousand_histories_are_ranked_at_once():
+    records, resumed = [], None
+    for number in range(1000):
+        (resumed,) = saved_by(f"run {number}", resumed, [r for r in records[-1:]], number)
+        records.append(resumed)
+    assert [r.step for r in rank(records).candidates] == [*reversed(range(1000))]
+
+
+def test_what_retention_looks_after_is_the_line_that_was_chosen():
+    old = [record(step, "a") for step in (100, 300, 5000)]
+    other = saved_by("b", old[1], old, 350, 400)
+    back = begin_history("c", old[2], [*old, *other])
+    assert [r.step for r in line_of(back, [*old, *other])] == [5000, 300, 100]
+    again = begin_history("d", other[1], [*old, *other])
+    assert [r.step for r in line_of(again, [*old, *other])] == [400, 350, 300, 100]
+    assert line_of(begin_history("e", None, [*old, *other]), [*old, *other]) == ()
+
+
+# --- one step's files under another's name ---
+
+
+@pytest.mark.parametrize(("told", "folder", "is_whole"), [(4, 4, 1), (4, 40, 0), (None, 40, 1)])
+def test_a_record_of_another_step_is_a_problem_with_both_numbers(told, folder, is_whole):
+    columns = Columns(payload_offset=[], payload_bytes=[], block_bytes=[], digests=[])
+    saved = Record(attempt="a", world_size=1, files={}, columns=columns, step=told)
+    read = step_record(step_folder(folder), folder, None, saved, published=True)
+    assert (read.problem is None) == bool(is_whole)
+    if not is_whole:
+        assert "step 4 in a folder of step 40" in read.problem
+    torn = step_record(step_folder(folder), folder, "torn", saved, published=True)
+    assert torn.problem == "torn"
 
 
 @st.composite
