@@ -26,7 +26,7 @@ from dcp_checkfreq.errors import (
 )
 from dcp_checkfreq.gate import Gate
 from dcp_checkfreq.local_copies import LocalCopies
-from dcp_checkfreq.own_steps import OwnSteps, check_root
+from dcp_checkfreq.own_steps import OwnSteps
 from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, facts_of, tuned_pacer
 from dcp_checkfreq.planner import CheckFreqSavePlanner
 from dcp_checkfreq.policy.interval import Mode
@@ -35,6 +35,7 @@ from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.recovery.unfinished import Unfinished
 from dcp_checkfreq.restoring import Restored, Restorer
+from dcp_checkfreq.root_check import check_root
 from dcp_checkfreq.saving import Ended, Measured, Saver
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.pool import drop_device_pools

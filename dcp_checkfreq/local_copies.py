@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import threading
 import uuid
@@ -20,6 +21,8 @@ from dcp_checkfreq.storage.tier import Tier
 from dcp_checkfreq.uploading import upload_and_publish
 
 _log = logging.getLogger(__name__)
+
+_UNKNOWN = "unknown"  # id of a root that has none
 
 
 class LocalCopies:
@@ -49,7 +52,11 @@ class LocalCopies:
         try:
             self._root.area.belong_to(root_id)
         except OSError as error:
-            problem = f"rank {self._agree.rank} cannot use it: {error}"
+            if error.errno in (errno.ENOSPC, errno.EDQUOT):
+                # As in a save, a full disk is passed by. What lies there counts for nothing.
+                _log.warning("%s is not used: %s", self._root.area.local.location, error)
+            else:
+                problem = f"rank {self._agree.rank} cannot use it: {error}"
         problems = [text for text in self._agree.gather(problem) if text is not None]
         if problems:
             raise BadLocation(self._root.area.local.location, problems[0])
@@ -145,16 +152,22 @@ def _known_root_id(slow: Tier) -> str:
     try:
         return slow.child(names.RUN_FOLDER).read(ROOT_ID).decode(errors="replace")
     except FileNotFoundError:
-        return "unknown"
+        return _UNKNOWN
 
 
 def _root_id(slow: Tier) -> str:
-    """Return the id of a root, which is made if it has none."""
+    """Return the id of a root, which is made if it has none and can be written to."""
+    known = _known_root_id(slow)
+    if known != _UNKNOWN:
+        return known
     folder = slow.child(names.RUN_FOLDER)
-    folder.make()
+    made = uuid.uuid4().hex
     try:
-        made = uuid.uuid4().hex
+        folder.make()
         folder.create(ROOT_ID, made.encode(), scratch=f"{ROOT_ID}.{names.new_attempt()}")
     except FileExistsError:
         return _known_root_id(slow)
+    except OSError as error:
+        _log.warning("%s: what it is cannot be noted there: %s", slow.location, error)
+        return _UNKNOWN
     return made

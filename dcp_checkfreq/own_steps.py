@@ -7,7 +7,7 @@ import logging
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.errors import RootDiffers, StepsExist, WriteFailed
+from dcp_checkfreq.errors import StepsExist, WriteFailed
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
 from dcp_checkfreq.policy.retention import Retention, select_expired
@@ -15,7 +15,6 @@ from dcp_checkfreq.recovery.choose import Choice
 from dcp_checkfreq.recovery.clean import delete_step
 from dcp_checkfreq.recovery.plan import leaves
 from dcp_checkfreq.recovery.scan import examine, scan
-from dcp_checkfreq.storage.late import look_again
 from dcp_checkfreq.storage.tier import Tier
 from dcp_checkfreq.writer import CheckFreqWriter
 
@@ -109,33 +108,3 @@ class OwnSteps:
                 del self._kept[expired]
         except OSError as error:
             _log.warning("%s: old checkpoints stay for now: %s", self._root.location, error)
-
-
-def check_root(root: Tier, agree: Agreement, run_id: str, clock: Clock) -> None:
-    """Make sure that all ranks see what rank 0 writes: else nothing would ever be whole.
-
-    Raises:
-        RootDiffers: some do not.
-    """
-    folder = root.child(names.RUN_FOLDER)
-    probe = f"probe-{run_id}"
-
-    def leave_probe() -> None:
-        folder.make()
-        folder.replace(probe, b"", scratch=f"{probe}.tmp")
-
-    agree.decide(leave_probe)
-    try:
-        look_again(folder, lambda: folder.size(probe), clock)
-        sees_it = True
-    except OSError:
-        sees_it = False
-    blind = [rank for rank, sees in enumerate(agree.gather(sees_it)) if not sees]
-    if agree.rank == 0:
-        folder.delete(probe)
-    if blind:
-        raise RootDiffers(
-            root.location,
-            f"ranks {blind} do not see what rank 0 writes there. Is it a disk of one node? "
-            "All ranks need the same shared folder",
-        )

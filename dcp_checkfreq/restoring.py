@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import logging
 import os
 from collections.abc import Sequence
@@ -25,6 +26,7 @@ from dcp_checkfreq.recovery.clean import clean_root
 from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.recovery.unfinished import Unfinished
+from dcp_checkfreq.root_check import is_read_only
 from dcp_checkfreq.saving import cause_of
 from dcp_checkfreq.storage.tier import Tier
 
@@ -182,16 +184,7 @@ class Restorer:
     ) -> Choice:
         """On rank 0: clean up, look, and decide what to go on from."""
         also = [one.record for one in unfinished]
-        holder = self._lease.held_by_other()
-        if holder is None:
-            self._lease.renew()
-            spared = frozenset[str]().union(*(one.files for one in unfinished))
-            clean_root(self._root, now_s=self._clock.wall_s(), spared=spared)
-        else:
-            _log.warning(
-                "%s: run %s on %s (pid %d) may still be at work there; nothing is cleaned up",
-                *(self._root.location, holder.run_id, holder.host, holder.pid),
-            )
+        self._clean_up(frozenset[str]().union(*(one.files for one in unfinished)))
         if fresh_start:
             return choose_nothing(self._root, also)
         if step is not None:
@@ -200,6 +193,43 @@ class Restorer:
         for text in choice.passed_over:
             _log.warning("%s: passed over %s", self._root.location, text)
         return choice
+
+    def _clean_up(self, spared: frozenset[str]) -> None:
+        """Take the lease and remove leftovers. A storage that cannot be written to can be read."""
+        try:
+            holder = self._lease.held_by_other()
+            if holder is not None:
+                _log.warning(
+                    "%s: run %s on %s (pid %d) may still be at work there; nothing is cleaned up",
+                    *(self._root.location, holder.run_id, holder.host, holder.pid),
+                )
+                return
+        except OSError as error:
+            _log.warning(
+                "%s: the lease cannot be read, so nothing is cleaned up: %s",
+                *(self._root.location, error),
+            )
+            return
+        if not self._take_lease():
+            return
+        try:
+            clean_root(self._root, now_s=self._clock.wall_s(), spared=spared)
+        except OSError as error:
+            _log.warning("%s: leftovers stay for now: %s", self._root.location, error)
+
+    def _take_lease(self) -> bool:
+        """Return whether this run may clean up: on a full disk that has to come before the lease.
+
+        Between the two another run may begin; its files are too young to be removed.
+        """
+        try:
+            self._lease.renew()
+        except OSError as error:
+            if is_read_only(error):
+                return False  # said when this run began
+            _log.warning("%s: no lease was taken: %s", self._root.location, error)
+            return error.errno in (errno.ENOSPC, errno.EDQUOT)
+        return True
 
     def _load(self, name: str, step: int, local: Unfinished | None) -> frozenset[str]:
         """Load a checkpoint into the state; return its files, as far as they are known."""

@@ -58,6 +58,7 @@ LEVELS = {
     "stopping": 5,
     "uploading": 5,
     "local_copies": 5,
+    "root_check": 5,
     "saving": 5,
     "own_steps": 5,
     "pacing": 5,

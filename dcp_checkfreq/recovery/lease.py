@@ -95,10 +95,16 @@ class LeaseFile:
             _log.warning("%s: the lease was not renewed: %s", self._tier.location, error)
 
     def release(self) -> None:
-        """Say that this run is done, unless another one has taken over."""
-        lease = self._read()
-        if lease is not None and lease.run_id == self._run_id:
-            self._tier.delete(LEASE)
+        """Say that this run is done, unless another one has taken over.
+
+        Where that fails the lease stays, and holds nobody back once this process has ended.
+        """
+        try:
+            lease = self._read()
+            if lease is not None and lease.run_id == self._run_id:
+                self._tier.delete(LEASE)
+        except OSError as error:
+            _log.warning("%s: the lease stays: %s", self._tier.location, error)
 
     def _read(self) -> RunLease | None:
         try:
