@@ -122,7 +122,10 @@ def test_a_plain_async_save_writes_with_quick_switching(tmp_path, monkeypatch):
 
 
 def test_a_thread_that_lets_go_of_the_gil_has_it_back_soon_beside_one_that_keeps_it():
-    """What it is for. Told by counting, as times differ between machines: 5 ms apart or 0.5."""
+    """What it is for. Told by counting, as times differ between machines: 5 ms apart or 0.5.
+
+    Other processes that want the same cores can hide it in one try, and not in all of them.
+    """
     done = threading.Event()
 
     def spin():
@@ -139,10 +142,13 @@ def test_a_thread_that_lets_go_of_the_gil_has_it_back_soon_beside_one_that_keeps
     thread = threading.Thread(target=spin)
     thread.start()
     try:
-        usual = turns_in(0.3)
-        with quick_switching():
-            quick = turns_in(0.3)
+        tries = []
+        while len(tries) < 10 and not any(quick > 2 * usual for usual, quick in tries):
+            usual = turns_in(0.3)
+            with quick_switching():
+                tries.append((usual, turns_in(0.3)))
     finally:
         done.set()
         thread.join()
-    assert quick > 2 * usual
+    usual, quick = tries[-1]
+    assert quick > 2 * usual, tries

@@ -36,16 +36,32 @@ def find_weed() -> str | None:
 
 
 def free_ports(number: int) -> list[int]:
-    """Return ports that nobody uses now, below those that outgoing connections get.
+    """Return ports that nobody uses now, and that nobody else gets here while this process lives.
 
-    weed also takes each one plus 10,000.
+    They lie below those that outgoing connections get. weed also takes each one plus 10,000.
     """
     found: list[int] = []
     while len(found) < number:
-        port = random.randrange(10_500, 22_000)
-        if port not in found and _is_free(port) and _is_free(port + 10_000):
+        port = random.SystemRandom().randrange(10_500, 22_000)  # no test's seed repeats it
+        both = (port, port + 10_000)
+        if all(_is_free(one) for one in both) and all(_reserve(one) for one in both):
             found.append(port)
     return found
+
+
+def _reserve(port: int) -> bool:
+    """Take a port from all who ask here, in whatever process; False if one has it.
+
+    A server listens a while after it was given its port, so looking is not enough. A name in the
+    abstract namespace has one owner, and is free again when its process ends.
+    """
+    with socket.socket(socket.AF_UNIX) as one:
+        try:
+            one.bind(f"\0checkfreq-port-{port}")
+        except OSError:
+            return False
+        one.detach()  # open for good
+    return True
 
 
 def _is_free(port: int) -> bool:

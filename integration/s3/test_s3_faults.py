@@ -26,6 +26,7 @@ from dcp_checkfreq.storage.remote_s3 import S3Files
 pytestmark = pytest.mark.slow
 
 MIB = 1 << 20
+AT_ONCE_S = 60.0  # what is tried again is tried for 180 s, however busy the machine
 
 
 @pytest.fixture(params=["auto", "s3fs"])
@@ -124,7 +125,7 @@ def test_a_part_that_is_refused_for_good_leaves_nothing(proxy, root, stored, upl
     started = time.monotonic()
     with pytest.raises(CheckpointException) as caught:
         save(f"{root}/step_1", proxy.options)
-    assert time.monotonic() - started < 20
+    assert time.monotonic() - started < AT_ONCE_S
     assert isinstance(cause(caught), WriteFailed)
     assert "AccessDenied" in str(cause(caught))
     assert "\n" not in str(cause(caught))
@@ -177,7 +178,7 @@ def test_wrong_keys_fail_at_once_with_one_line(weed, root):
         started = time.monotonic()
         with pytest.raises(PermissionError, match="access denied") as caught:
             work()
-        assert time.monotonic() - started < 5
+        assert time.monotonic() - started < AT_ONCE_S
         assert "\n" not in str(caught.value)
         assert "wrong-one" not in str(caught.value)
 
@@ -199,7 +200,7 @@ def test_a_missing_bucket_fails_at_once_and_is_named(proxy, weed):
         Checkpointer("s3://no-bucket/run", state, every=1, storage_options=proxy.options) as ckpt,
     ):
         ckpt.restore()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < AT_ONCE_S
 
 
 def test_a_save_to_a_missing_bucket_fails_at_once_in_one_line(proxy, move_with):
@@ -208,7 +209,7 @@ def test_a_save_to_a_missing_bucket_fails_at_once_in_one_line(proxy, move_with):
     started = time.monotonic()
     with pytest.raises(CheckpointException) as caught:
         save("s3://no-bucket/run/step_1", proxy.options)
-    assert time.monotonic() - started < 10
+    assert time.monotonic() - started < AT_ONCE_S
     assert isinstance(cause(caught), BadLocation)
     assert "there is no such bucket" in str(cause(caught))
     assert "\n" not in str(cause(caught))
@@ -223,7 +224,7 @@ def test_a_checkpointer_with_wrong_keys_fails_at_once_and_says_nothing_of_them(w
         Checkpointer(root, {"w": torch.zeros(9)}, every=1, storage_options=options) as ckpt,
     ):
         ckpt.restore()
-    assert time.monotonic() - started < 5
+    assert time.monotonic() - started < AT_ONCE_S
     shown = [str(caught.value), *(record.getMessage() for record in caplog.records)]
     assert not any("wrong-one" in text or KEY in text for text in shown), shown
 

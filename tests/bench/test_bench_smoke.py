@@ -1,4 +1,7 @@
-"""Every benchmark command runs at a tiny size and writes the report it promises."""
+"""Every benchmark command runs at a tiny size and writes the report it promises.
+
+With `-m long` all arms of it do.
+"""
 
 import json
 import subprocess
@@ -37,6 +40,7 @@ MAY_BE_ZERO = {
 MAY_BE_NEGATIVE = {"py_lost_s", "mm_lost_s"}  # a difference of two measured times
 
 pytestmark = [pytest.mark.bench, pytest.mark.slow, pytest.mark.timeout(300)]
+long = pytest.mark.long
 
 
 def bench(tmp_path, command, *options):
@@ -63,26 +67,33 @@ def assert_sound(report, arms):
                 assert figure["min"] > 0, (arm, metric)
 
 
+@pytest.mark.long  # a process for each arm
 def test_save_measures_every_arm(tmp_path):
     _, (report,) = bench(tmp_path, "save")
     assert_sound(report, SAVE_ARMS)
+    assert_is_of_saves(report)
+
+
+def test_save_measures_only_what_is_asked_for_and_report_prints_it_again(tmp_path):
+    out, (report,) = bench(tmp_path, "save", "--state", "many", "--arms", "ours,stock_t1")
+    assert_sound(report, {"ours", "stock_t1"})
+    assert_is_of_saves(report)
+    shown = subprocess.run(
+        [sys.executable, str(RUN), "report", str(out)], check=True, capture_output=True, text=True
+    )
+    assert "stock_t1" in shown.stdout
+
+
+def assert_is_of_saves(report):
     assert {"wall_s", "first_extra_peak_bytes"} <= set(report["arms"]["ours"])
     assert report["wall_ratios"]["stock_t1"]["stock_t1"] == 1
     assert report["goals"] == [], "goals are for the full size only"
 
 
-def test_save_measures_only_what_is_asked_for_and_report_prints_it_again(tmp_path):
-    out, (report,) = bench(tmp_path, "save", "--state", "many", "--arms", "ours_kept_planner")
-    assert_sound(report, {"ours_kept_planner"})
-    shown = subprocess.run(
-        [sys.executable, str(RUN), "report", str(out)], check=True, capture_output=True, text=True
-    )
-    assert "ours_kept_planner" in shown.stdout
-
-
-def test_async_measures_the_first_save_the_later_ones_and_the_training(tmp_path):
-    _, (report,) = bench(tmp_path, "async")
-    assert_sound(report, ASYNC_ARMS)
+@pytest.mark.parametrize("arms", [{"ours", "stock"}, pytest.param(ASYNC_ARMS, marks=long)])
+def test_async_measures_the_first_save_the_later_ones_and_the_training(tmp_path, arms):
+    _, (report,) = bench(tmp_path, "async", "--arms", ",".join(sorted(arms)))
+    assert_sound(report, arms)
     for metrics in report["arms"].values():
         assert {"first_blocked_s", "blocked_s", "bg_idle_s", "bg_py_s", "mm_lost_s"} <= set(metrics)
 
@@ -107,7 +118,7 @@ def test_reshard_measures_loads_on_another_number_of_ranks(tmp_path):
     assert_sound(report, {"ours", "stock"})
 
 
-@pytest.mark.parametrize("load", DATA_ARMS)
+@pytest.mark.parametrize("load", ["trivial", "dali", "resume", pytest.param("decode", marks=long)])
 def test_data_measures_epochs_and_resumes_with_the_peers_that_are_installed(tmp_path, load):
     if load == "dali":
         pytest.importorskip("nvidia.dali", reason="DALI is not installed")
