@@ -27,6 +27,25 @@ _PASSING = {
     "TooManyRequests",
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "RequestExpired", "TokenRefreshRequired"}
+_CLOCK = {"RequestTimeTooSkewed", "RequestInTheFuture"}
+_OTHER_REGION = {
+    "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+    "PermanentRedirect",
+    "TemporaryRedirect",
+}
+# What the codes of refusals mean, and what to do. Each refusal is of one whole request.
+_ADVICE = {
+    "AccessDenied": "the credentials are good, but their policy, or the bucket's, does not allow "
+    "this request",
+    "InvalidAccessKeyId": "the server does not know this access key: is it of another account, "
+    "deleted, or of another endpoint",
+    "InvalidToken": "the session token does not belong to the access key: give key, secret and "
+    "token of one login",
+    "SignatureDoesNotMatch": "the secret key does not belong to the access key, or something "
+    "between here and the server changes requests",
+}
+_NOTHING_DONE = "Nothing was read or written by this request"
 _TAKEN = {"PreconditionFailed", "412"}
 _DENIED_STATUS = {401, 403}
 _NO_CREDENTIALS = {
@@ -47,6 +66,7 @@ _BROKEN_LINE = {
     "TimeoutError",
 }
 _OBSTORE_STATUS = re.compile(r"status code: (\d{3})")
+_XML_FIELD = "<{0}>([^<]{{1,100}})</{0}>"
 _XML_CODE = re.compile(r"<Code>([^<]{1,100})</Code>")
 _XML_MESSAGE = re.compile(r"<Message>([^<]{1,500})</Message>")
 
@@ -108,15 +128,32 @@ def as_os_error(error: Exception, where: str, *, lost_secrets: bool = False) -> 
         return BadLocation(where, "there is no such bucket")
     why = f"{code or status or type(error).__name__}: {_line(error)}"
     names = {kind.__name__ for one in _chain(error) for kind in type(one).__mro__}
-    if names & _NO_CREDENTIALS or status in _DENIED_STATUS or isinstance(error, PermissionError):
+    if code in _OTHER_REGION or status in (301, 307):
+        return BadLocation(where, _told_region(error, why))
+    if code in _CLOCK:
+        return PermissionError(errno.EACCES, _told_clock(error, why), where)
+    if code in _EXPIRED:
+        return PermissionError(
+            errno.EACCES,
+            f"the credentials have expired, {why}. {_NOTHING_DONE}. Renew them: profile, "
+            "environment and role are looked up again at the next call",
+            where,
+        )
+    is_denied = code in _ADVICE or status in _DENIED_STATUS or isinstance(error, PermissionError)
+    if names & _NO_CREDENTIALS or is_denied:
         if lost_secrets:
             why += (
                 " (this was pickled into another process, without the keys in storage_options: "
                 "give them there by a profile or the environment)"
             )
+        if names & _NO_CREDENTIALS:
+            why += (
+                ". Give key= and secret= in storage_options, or a profile=, or set them in the "
+                "environment; anon=True for a bucket that is open to all"
+            )
+        elif code in _ADVICE:
+            why += f" ({_ADVICE[code]}). {_NOTHING_DONE}"
         return PermissionError(errno.EACCES, f"access denied, {why}", where)
-    if code in _EXPIRED:
-        return PermissionError(errno.EACCES, f"the credentials have expired, {why}", where)
     if isinstance(error, FileNotFoundError) or status == 404 or code == "NoSuchKey":
         return FileNotFoundError(errno.ENOENT, "no such object", where)
     if isinstance(error, FileExistsError):
@@ -132,6 +169,54 @@ def as_os_error(error: Exception, where: str, *, lost_secrets: bool = False) -> 
     if code or status or isinstance(error, OSError) or _is_of_a_client(error):
         return OSError(remote, why, where)
     return error
+
+
+def lacks_a_reason(error: BaseException) -> bool:
+    """Tell whether the server refused and has not said why: an answer to HEAD has no body."""
+    code, status = code_of(error)
+    return status in (301, 307, 400, 401, 403) and (not code or code.isdigit())
+
+
+def _told_clock(error: BaseException, why: str) -> str:
+    ours, theirs = field_of(error, "RequestTime"), field_of(error, "ServerTime")
+    times = f" It was {ours} here and {theirs} there." if ours and theirs else ""
+    return (
+        f"the clock of this machine is wrong, {why}.{times} {_NOTHING_DONE}, and every other will "
+        "be refused until the clock is set (NTP)"
+    )
+
+
+def _told_region(error: BaseException, why: str) -> str:
+    region = field_of(error, "Region") or _header_of(error, "x-amz-bucket-region")
+    endpoint = field_of(error, "Endpoint")
+    where = f"region {region}" if region else "another region, or behind another endpoint"
+    what = (
+        f'client_kwargs={{"region_name": "{region}"}}' if region else "region_name in client_kwargs"
+    )
+    if endpoint:
+        where += f", at {endpoint}"
+    return f"the bucket is in {where} ({why}). {_NOTHING_DONE}. Give {what} in storage_options"
+
+
+def field_of(error: BaseException, name: str) -> str:
+    """Return a field of the server's error document; empty if it has none."""
+    for one in _chain(error):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict) and isinstance(response.get("Error"), dict):
+            return str(response["Error"].get(name) or "")
+        found = re.search(_XML_FIELD.format(name), str(one))
+        if found:
+            return found[1]
+    return ""
+
+
+def _header_of(error: BaseException, name: str) -> str:
+    for one in _chain(error):
+        response = getattr(one, "response", None)
+        if isinstance(response, dict):
+            headers = response.get("ResponseMetadata", {}).get("HTTPHeaders", {})
+            return str(headers.get(name) or "")
+    return ""
 
 
 def _is_from_obstore(error: BaseException) -> bool:

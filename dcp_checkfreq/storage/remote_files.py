@@ -18,7 +18,13 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dcp_checkfreq.errors import BadLocation
-from dcp_checkfreq.storage.remote_errors import as_os_error, is_expired, is_passing, is_taken
+from dcp_checkfreq.storage.remote_errors import (
+    as_os_error,
+    is_expired,
+    is_passing,
+    is_taken,
+    lacks_a_reason,
+)
 from dcp_checkfreq.storage.remote_options import Options
 from dcp_checkfreq.storage.remote_parts import checked, gathered, part_bytes
 from dcp_checkfreq.storage.tier import Entry
@@ -142,13 +148,28 @@ class FsspecFiles:
             before_sleep=tell,
             reraise=True,
         )
+
+        def attempt() -> T:
+            fs = self.fs
+            try:
+                return work(fs)
+            except Exception as error:
+                if not lacks_a_reason(error):
+                    raise
+                unclear = error
+            raise self._reason(fs, where) or unclear
+
         try:
-            return retrying(lambda: work(self.fs))
+            return retrying(attempt)
         except Exception as error:
             told = as_os_error(error, where, lost_secrets=self.options.lost_secrets)
             if told is error:
                 raise
             raise told from error
+
+    def _reason(self, fs: Any, path: str) -> Exception | None:
+        """Return the error of a like request whose answer says why it is refused, if there is."""
+        return None
 
     # --- small things ---
 

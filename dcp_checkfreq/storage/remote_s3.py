@@ -16,7 +16,7 @@ from typing import Any
 
 from dcp_checkfreq.errors import BadLocation
 from dcp_checkfreq.storage import remote_obstore
-from dcp_checkfreq.storage.remote_errors import is_unsupported
+from dcp_checkfreq.storage.remote_errors import code_of, is_unsupported, lacks_a_reason
 from dcp_checkfreq.storage.remote_files import CLEANING_FOR_S, FsspecFiles, Head, fill
 from dcp_checkfreq.storage.remote_parts import (
     COPIED_PARTS_IN_FLIGHT,
@@ -73,6 +73,19 @@ class S3Files(FsspecFiles):
         super().renew()
         with self._store_lock:
             self._store = None
+
+    def _reason(self, fs: Any, path: str) -> Exception | None:
+        """Ask for one byte, or one name: the answer to HEAD has no body that could say why."""
+        bucket, key, _ = fs.split_path(path)
+        try:
+            if key:
+                _get(fs, path, Range="bytes=0-0")
+            else:
+                fs.call_s3("list_objects_v2", Bucket=bucket, MaxKeys=1)
+        except Exception as error:  # noqa: BLE001  it is looked at, and raised by the caller
+            if code_of(error)[1] in (301, 307, 400, 401, 403) and not lacks_a_reason(error):
+                return error
+        return None
 
     # --- small things ---
 
