@@ -41,6 +41,7 @@ from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.pool import drop_device_pools
 from dcp_checkfreq.step_times import StepTimes
 from dcp_checkfreq.stopping import Job, Stopping
+from dcp_checkfreq.storage.lengths import check_root_lengths
 from dcp_checkfreq.storage.open import Location, open_tier
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_root
 
@@ -164,6 +165,7 @@ class Checkpointer:
         self._root = open_tier(root, storage_options=storage_options)
         if staging_dir is not None:
             self._root = staged_root(self._root, staging_dir, limit_bytes=staging_bytes)
+        check_root_lengths(self._root)
         self._agree = Agreement(timeout_s=timeout_s)
         self._state = AppState(state, self._agree.rank)
         self._run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])

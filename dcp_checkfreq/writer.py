@@ -46,6 +46,7 @@ from dcp_checkfreq.snapshot.guard import Address, guard_of
 from dcp_checkfreq.snapshot.stager import Snapshot, Stager
 from dcp_checkfreq.snapshot.survey import Survey
 from dcp_checkfreq.staged_save import Place, StagedSave
+from dcp_checkfreq.storage.lengths import check_step_lengths
 from dcp_checkfreq.storage.open import Location, can_open, open_tier
 from dcp_checkfreq.storage.remote_options import Options
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, Upload, staged_folder
@@ -137,9 +138,10 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     def _opened(self, path: Location) -> Tier:
         tier = open_tier(path, direct_io=self._direct_io, storage_options=self._options.all())
         staging_dir, limit_bytes = self._staging
-        if staging_dir is None:
-            return tier
-        return staged_folder(tier, staging_dir, limit_bytes=limit_bytes)
+        if staging_dir is not None:
+            tier = staged_folder(tier, staging_dir, limit_bytes=limit_bytes)
+        check_step_lengths(tier)
+        return tier
 
     def _begin(self) -> None:
         self._attempt = names.new_attempt()

@@ -16,6 +16,7 @@ from dcp_checkfreq.data.file_source import FromSource, Source, canonical, suffix
 from dcp_checkfreq.data.flocks import HeldFile, flock_works
 from dcp_checkfreq.data.shelf import Shelf
 from dcp_checkfreq.errors import BadLocation
+from dcp_checkfreq.storage.local import at_home
 
 _T = TypeVar("_T")
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"
@@ -73,7 +74,8 @@ class FileCache:
         storage_options: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        text = canonical(root)
+        given = os.fspath(root)
+        text = canonical(at_home(given) if isinstance(given, str) else given)
         if not os.path.isabs(text):
             raise BadLocation(text, "a cache must be a folder on a disk of this node")
         self.max_bytes = operator.index(max_bytes)

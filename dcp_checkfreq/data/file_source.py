@@ -174,7 +174,7 @@ def canonical(name: str | os.PathLike[str]) -> str:
     if not isinstance(text, str):
         raise TypeError(f"expected a path or URL as text, got {name!r}")
     text = _FILE_URL.sub("", text, count=1) if _FILE_URL.match(text) else text
-    return text if _URL.match(text) else os.path.abspath(text)
+    return text if _URL.match(text) else os.path.abspath(os.path.expanduser(text))
 
 
 def suffix_of(name: str) -> str:

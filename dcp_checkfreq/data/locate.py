@@ -30,6 +30,8 @@ def located(
     """
     is_one = isinstance(paths, (str, os.PathLike))
     found = [os.fspath(path) for path in ([paths] if is_one else paths)]
+    if filesystem is None:
+        found = [os.path.expanduser(path) for path in found]
     if not found:
         raise ValueError("no paths were given")
     twice = [path for path, times in Counter(found).items() if times > 1]

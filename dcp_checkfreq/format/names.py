@@ -61,3 +61,22 @@ def parse_scratch(name: str) -> str | None:
 def profile_file(fingerprint: str) -> str:
     """Return the name of the stored profile of the job with this fingerprint."""
     return f"profile-{fingerprint[:16]}.json"
+
+
+def longest_in_step() -> str:
+    """Return the longest name that a save may give in the folder of its step."""
+    return max(shard_file(999_999, 999, "0" * 12), scratch_metadata("0" * 12), key=len)
+
+
+def longest_in_staged_step() -> str:
+    """Return the longest name that a staged save may give on the local disk."""
+    return f"{shard_file(999_999, 999, '0' * 12)}.up.{'0' * 12}.tmp"
+
+
+def longest_in_root(in_step: str) -> str:
+    """Return the longest path below a root, if ``in_step`` is the longest in a step's folder."""
+    return max(
+        f"{step_folder(10**12)}/{in_step}",
+        f"{RUN_FOLDER}/{profile_file('0' * 16)}.{'0' * 12}",
+        key=len,
+    )

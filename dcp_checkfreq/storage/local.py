@@ -8,6 +8,7 @@ import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 
+from dcp_checkfreq.errors import BadLocation
 from dcp_checkfreq.storage import engines
 from dcp_checkfreq.storage.abilities import (
     REFUSALS_OF_FOLDERS,
@@ -33,13 +34,13 @@ class LocalTier:
     is said in one warning.
 
     Args:
-        path: the folder; need not exist yet.
+        path: the folder; need not exist yet. ``~`` and ``~user`` at its start are home folders.
         direct_io: write and read large files past the page cache. None: where the file system
             can. True: the same, False: never.
     """
 
     def __init__(self, path: str | os.PathLike[str], *, direct_io: bool | None = None) -> None:
-        self._path = os.path.abspath(os.fspath(path))
+        self._path = os.path.abspath(at_home(os.fspath(path)))
         self._direct_io = direct_io is not False
 
     def __repr__(self) -> str:
@@ -221,6 +222,20 @@ def _entry_of(item: os.DirEntry[str]) -> Entry | None:
         is_link=is_link,
         is_special=not folder and not file,
     )
+
+
+def at_home(path: str) -> str:
+    """Return a path with ``~`` or ``~user`` at its start expanded. Write ``./~`` for such a name.
+
+    Raises:
+        BadLocation: there is no such user, or no home.
+    """
+    if not path.startswith("~"):
+        return path
+    expanded = os.path.expanduser(path)
+    if expanded.startswith("~"):
+        raise BadLocation(path, f"there is no home folder {path.partition('/')[0]}")
+    return expanded
 
 
 def _sync_folder(path: str) -> None:

@@ -28,7 +28,8 @@ def open_tier(
     """Return the tier of a folder; touches nothing.
 
     Args:
-        location: a local path (text or PathLike), ``file://`` or fsspec URL, or a tier.
+        location: a local path (text or PathLike; ``~`` is expanded, environment variables are
+            not), ``file://`` or fsspec URL, or a tier.
         direct_io: see `LocalTier`.
         storage_options: for the file system of a URL, as fsspec's own take them (for ``s3://``
             those of s3fs). A tier has its own already.
@@ -63,18 +64,23 @@ def open_tier(
 
 
 def _remote(protocol: str, rest: str, options: dict[str, Any]) -> RemoteTier:
-    import fsspec
-
     url = f"{protocol.lower()}://{rest}"
     host = rest.partition("/")[0]
     if "@" in host:
         # Not shown again: what is before the @ may be a password.
         raise BadLocation(f"{protocol}://...@...", "pass credentials in storage_options instead")
-    if protocol.lower() not in fsspec.available_protocols():
+    if not _is_known(protocol.lower()):
         raise BadLocation(url, f"fsspec knows no {protocol}://")
     if not rest.strip("/"):
         raise BadLocation(url, "names no bucket or folder")
     return RemoteTier(url, options)
+
+
+def _is_known(protocol: str) -> bool:
+    """Tell whether fsspec has it: its own, or one that was registered, by name or as a class."""
+    import fsspec
+
+    return protocol in fsspec.available_protocols() or protocol in fsspec.registry
 
 
 def can_open(location: Location) -> bool:

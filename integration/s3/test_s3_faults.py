@@ -178,9 +178,21 @@ def test_wrong_keys_fail_at_once_with_one_line(weed, root):
         started = time.monotonic()
         with pytest.raises(PermissionError, match="access denied") as caught:
             work()
+        assert "SignatureDoesNotMatch" in str(caught.value)
+        assert "secret key does not belong" in str(caught.value)
         assert time.monotonic() - started < AT_ONCE_S
         assert "\n" not in str(caught.value)
         assert "wrong-one" not in str(caught.value)
+
+
+def test_an_unknown_key_and_a_wrong_clock_say_so_although_head_has_no_body(weed, proxy, root):
+    unknown = {**weed.options, "key": "nobody"}
+    with pytest.raises(PermissionError, match=r"InvalidAccessKeyId.*does not know this access key"):
+        open_tier(root, storage_options=unknown).size("a")
+    proxy.rule = lambda r: Break(status=403, code="RequestTimeTooSkewed")
+    with pytest.raises(PermissionError, match="clock of this machine is wrong"):
+        open_tier(root, storage_options=proxy.options).size("a")
+    assert [r.method for r in proxy.requests] == ["HEAD", "GET"]
 
 
 def test_a_missing_bucket_fails_at_once_and_is_named(proxy, weed):

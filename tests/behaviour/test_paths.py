@@ -1,11 +1,14 @@
 import errno
 import os
 from pathlib import Path
+from typing import ClassVar
 
+import fsspec
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from behaviour_tools import blank, fails_with, files_in, load, same, save, some_state
+from fsspec.implementations.memory import MemoryFileSystem
 
 from dcp_checkfreq import (
     BadLocation,
@@ -15,6 +18,8 @@ from dcp_checkfreq import (
     WriteFailed,
     find_latest_valid,
 )
+from dcp_checkfreq.data import FileCache
+from dcp_checkfreq.format import names
 from dcp_checkfreq.testing import Fault, FaultyTier, MemoryTier
 
 SPELLINGS = {
@@ -235,3 +240,158 @@ def test_a_reused_writer_works_again_after_a_failed_save(tmp_path):
     assert not root.files()
     dcp.save(some_state(2.0), storage_writer=writer)
     assert same(load(some_state(), root.child("step_1")), some_state(2.0))
+
+
+# --- home folders ---
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch):
+    home = tmp_path / "home of me"
+    (tmp_path / "elsewhere").mkdir()
+    home.mkdir()
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("RUN", "run")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    return home
+
+
+@pytest.mark.parametrize("kind", [str, Path])
+def test_a_tilde_is_the_home_folder_at_every_entrance(home, tmp_path, kind):
+    save(some_state(1.0), kind("~/run/step_1"), staging_dir=kind("~/nvme"))
+    assert (home / "run" / "step_1" / ".metadata").is_file()
+    assert list((home / "nvme").iterdir())
+    assert same(load(some_state(), kind("~/run/step_1"), staging_dir=kind("~/nvme")), some_state())
+    assert find_latest_valid(kind("~/run"), staging_dir=kind("~/nvme")).step == 1
+    state = {"w": torch.ones(1)}
+    with Checkpointer(kind("~/other"), state, every=1, staging_dir=kind("~/nvme")) as ckpt:
+        ckpt.restore()
+        ckpt.after_step()
+    assert find_latest_valid(home / "other").step == 1
+    writer = CheckFreqWriter(kind("~/a"))
+    dcp.save(some_state(), storage_writer=writer, checkpoint_id=kind("~/b"))
+    assert (home / "b" / ".metadata").is_file()
+    cache = FileCache(kind("~/cache"), 1 << 20)
+    (home / "data.bin").write_bytes(b"data")
+    with cache.pin(kind("~/data.bin")) as path:
+        assert Path(path).read_bytes() == b"data"
+        assert path.startswith(str(home / "cache"))
+    assert not files_in(tmp_path / "elsewhere")
+
+
+def test_a_users_home_is_found_and_an_unknown_one_is_refused(home, tmp_path):
+    assert CheckFreqWriter("~root/run").checkpoint_id == os.path.expanduser("~root") + "/run"
+    for user in (CheckFreqWriter, CheckFreqReader, find_latest_valid):
+        with pytest.raises(BadLocation, match="no home folder ~nobody-has-this-name"):
+            user("~nobody-has-this-name/run")
+    with pytest.raises(BadLocation, match="no home folder"):
+        FileCache("~nobody-has-this-name/cache", 1 << 20)
+    with pytest.raises(BadLocation, match="no home folder"):
+        CheckFreqWriter(tmp_path / "a", staging_dir="~nobody-has-this-name")
+    assert not CheckFreqWriter.validate_checkpoint_id("~nobody-has-this-name/run")
+
+
+def test_a_tilde_elsewhere_and_variables_are_plain_text(home, tmp_path):
+    for name in ("./~/a", "$RUN/b", "c~/~d"):
+        save(some_state(), name)
+        assert (tmp_path / "elsewhere" / name / ".metadata").is_file()
+    assert not files_in(home)
+
+
+# --- file systems that somebody has registered ---
+
+
+class Mine(MemoryFileSystem):
+    """Its own files, under a name of its own."""
+
+    protocol: ClassVar = ("mineclass", "minename")
+    store: ClassVar[dict] = {}
+    pseudo_dirs: ClassVar[list] = [""]
+
+    @classmethod
+    def _strip_protocol(cls, path):
+        return "/" + path.split("://")[-1].strip("/")
+
+
+@pytest.mark.parametrize("how", ["class", "name"])
+def test_a_file_system_that_was_registered_is_taken(how, monkeypatch):
+    name = f"mine{how}"
+    monkeypatch.setattr(Mine, "store", {})
+    monkeypatch.setattr(Mine, "pseudo_dirs", [""])
+    fsspec.register_implementation(name, Mine if how == "class" else f"{__name__}.Mine")
+    url = f"{name}://bucket/run"
+    save(some_state(2.0), f"{url}/step_1")
+    assert same(load(some_state(), f"{url}/step_1"), some_state(2.0))
+    assert find_latest_valid(url).step == 1
+    with Checkpointer(url, {"w": torch.ones(1)}, every=1) as ckpt:
+        ckpt.restore(fresh_start=True)
+        ckpt.after_step()
+    assert any(path.endswith("/.metadata") for path in Mine.store)
+    assert CheckFreqReader.validate_checkpoint_id(url)
+
+
+# --- names that are too long ---
+
+
+def long_path(tmp_path, size):
+    """Return a path of so many bytes, in parts that are short enough."""
+    path = str(tmp_path)
+    while len(path) < size - 200:
+        path += "/" + "x" * 150
+    return path + "/" + "y" * (size - len(path) - 1)
+
+
+def test_a_local_name_or_path_that_is_too_long_is_refused_before_anything_is_made(tmp_path):
+    state = {"w": torch.ones(1)}
+    for path, limit in (
+        (tmp_path / ("n" * 256) / "run", "255"),
+        (tmp_path / ("é" * 128) / "run", "256 bytes"),
+        (long_path(tmp_path, 4096 - 20), "4095"),
+    ):
+        for work in (
+            lambda path=path: CheckFreqWriter(path),
+            lambda path=path: Checkpointer(path, state, every=1),
+            lambda path=path: CheckFreqWriter(tmp_path / "ok").reset(path),
+            lambda path=path: CheckFreqWriter(tmp_path / "ok", staging_dir=path),
+        ):
+            with pytest.raises(BadLocation, match=limit) as caught:
+                work()
+            assert "Nothing was written" in str(caught.value)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_longest_local_path_that_is_taken_works(tmp_path):
+    longest = len(names.longest_in_step()) + 1
+    path = long_path(tmp_path, 4095 - longest)
+    save(some_state(), path)
+    assert same(load(some_state(), path), some_state())
+    with pytest.raises(BadLocation, match=f"longest has 4096 bytes.*{4095}"):
+        CheckFreqWriter(path + "y")
+
+
+@pytest.mark.parametrize("letter", ["k", "鍵"], ids=["ascii", "utf-8"])
+def test_a_key_that_is_too_long_is_refused_before_anything_is_sent(letter):
+    room = 1024 - len(names.longest_in_step()) - 1
+    size = len(letter.encode())
+    fits = letter * (room // size) + "k" * (room % size)
+    CheckFreqWriter(f"s3://bucket/{fits}")
+    for protocol in ("s3", "s3a", "gs"):
+        with pytest.raises(BadLocation, match="1025 bytes of UTF-8, 1024 are allowed"):
+            CheckFreqWriter(f"{protocol}://bucket/{fits}k")
+    with pytest.raises(BadLocation, match=r"checkfreq.* 1024 are allowed"):
+        Checkpointer(f"s3://bucket/{fits}", {"w": torch.ones(1)}, every=1)
+
+
+def test_the_longest_names_are_longer_than_any_that_is_given():
+    attempt = names.new_attempt()
+    step = names.longest_in_step()
+    assert names.parse_shard(step)
+    for name in (
+        names.shard_file(100_000, 99, attempt),
+        names.METADATA,
+        names.scratch_metadata(attempt),
+    ):
+        assert len(name) <= len(step)
+    assert len(f"{names.RUN_FOLDER}/{names.LEASE}.{attempt}.tmp") <= len(
+        names.longest_in_root(step)
+    )
