@@ -74,8 +74,8 @@ class FileCache:
         storage_options: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
     ) -> None:
-        given = os.fspath(root)
-        text = canonical(at_home(given) if isinstance(given, str) else given)
+        text = canonical(root)
+        at_home(os.fspath(root))  # raises for a user that is not there
         if not os.path.isabs(text):
             raise BadLocation(text, "a cache must be a folder on a disk of this node")
         self.max_bytes = operator.index(max_bytes)
