@@ -13,7 +13,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcp_checkfreq.format.texts import clipped, is_text, shown
+
 FORMAT_VERSION = 1
+_LARGEST_COUNT = 1 << 127
 
 
 class RecordError(ValueError):
@@ -117,14 +120,14 @@ def decode(data: object) -> Record:
         raise RecordError(f"the record is a {type(data).__name__}, not a dict")
     version = data.get("format")
     if type(version) is not int or version < 1:
-        raise RecordError(f"the record has format version {version!r}")
+        raise RecordError(f"the record has format version {shown(version)}")
     if version > FORMAT_VERSION:
         raise RecordTooNew(
-            f"format version {version}, written by {data.get('written_by', '?')}; "
+            f"format version {shown(version)}, written by {_writer(data)}; "
             f"this version reads up to {FORMAT_VERSION}"
         )
     try:
-        files = {_text(name): _count(size) for name, size in data["files"].items()}
+        files = {_text(name): _count(size) for name, size in _dict(data["files"]).items()}
         run_id = data["run_id"]
         lineage = None
         if run_id is not None:
@@ -132,9 +135,9 @@ def decode(data: object) -> Record:
             lineage = Lineage(
                 run_id=_text(run_id),
                 parent_step=None if parent is None else _count(parent),
-                abandons={_text(k): _count(v) for k, v in data["abandons"].items()},
+                abandons={_text(k): _count(v) for k, v in _dict(data["abandons"]).items()},
                 abandons_folders={
-                    _text(k): _text(v) for k, v in data.get("abandons_folders", {}).items()
+                    _text(k): _text(v) for k, v in _dict(data.get("abandons_folders", {})).items()
                 },
             )
         step = data["step"]
@@ -153,21 +156,32 @@ def decode(data: object) -> Record:
                 digests=_unpack("Q", data["digests"]),
             ),
         )
-    except (KeyError, AttributeError) as error:
+    except KeyError as error:
         raise RecordError(f"the record lacks {error}") from error
     _check(record.columns)
     return record
 
 
+def _writer(data: Mapping[str, object]) -> str:
+    writer = data.get("written_by", "?")
+    return clipped(writer) if is_text(writer) else shown(writer)  # type: ignore[arg-type]
+
+
 def _text(value: object) -> str:
-    if not isinstance(value, str):
-        raise RecordError(f"expected a text, got {value!r}")
+    if not is_text(value):
+        raise RecordError(f"expected a text, got {shown(value)}")
+    return value  # type: ignore[return-value]
+
+
+def _dict(value: object) -> dict[object, object]:
+    if not isinstance(value, dict):
+        raise RecordError(f"expected a dict, got {shown(value)}")
     return value
 
 
 def _count(value: object) -> int:
-    if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-        raise RecordError(f"expected a count, got {value!r}")
+    if type(value) is not int or not 0 <= value < _LARGEST_COUNT:
+        raise RecordError(f"expected a count, got {shown(value)}")
     return value
 
 
@@ -175,7 +189,7 @@ def _check(columns: Columns) -> None:
     sizes = {len(columns.payload_offset), len(columns.payload_bytes), len(columns.block_bytes)}
     if len(sizes) != 1:
         raise RecordError(f"the columns have different lengths: {sorted(sizes)}")
-    if any(block <= 0 for block in columns.block_bytes):
+    if min(columns.block_bytes, default=1) <= 0:
         raise RecordError("a digest block of no bytes")
     blocks = digest_starts(columns)[-1]
     if blocks != len(columns.digests):

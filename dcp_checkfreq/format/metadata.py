@@ -4,110 +4,26 @@
 
     magic (8) | length of the pickle (8, little-endian) | xxh3-128 of the pickle (16)
 
-The unpickler admits the DCP metadata classes and plain builtins by name, nothing else.
+Reading it runs no code and believes nothing: see `format/opcodes`, `stand_ins` and `build`.
 """
 
 from __future__ import annotations
 
-import io
-import pathlib
 import pickle
-from collections import ChainMap, OrderedDict
-from typing import Any, NoReturn
 
-import torch
 import xxhash
-from torch.distributed.checkpoint import metadata as dcp_metadata
-from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
+from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_checkfreq.errors import BrokenMetadata, NewerFormat
+from dcp_checkfreq.format.build import lost_chunk, metadata_of
 from dcp_checkfreq.format.index import Record, RecordError, RecordTooNew, decode, encode
-from dcp_checkfreq.format.torch_private import MemoryFormat, StorageInfo, StoragePrefix, get_layout
+from dcp_checkfreq.format.names import is_file_name
+from dcp_checkfreq.format.opcodes import OddPickle
+from dcp_checkfreq.format.texts import shown
 
 MAGIC = b"\x89dcpcf\r\n"
 TRAILER_BYTES = len(MAGIC) + 8 + 16
 ATTRIBUTE = "dcp_checkfreq"
-
-
-# What a damaged pickle's opcodes can raise; to the caller all of them mean the same.
-_UNPICKLING_ERRORS = (
-    pickle.UnpicklingError,
-    ArithmeticError,
-    AssertionError,
-    AttributeError,
-    EOFError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-)
-
-
-class _AnyTensorProperties(TensorProperties):
-    """Reads the state of every supported torch: 2.15 has a sixth field that 2.13 stumbles over."""
-
-    def __setstate__(self, state: Any) -> None:
-        self.__class__ = TensorProperties  # type: ignore[assignment]
-        try:
-            TensorProperties.__setstate__(self, state)  # type: ignore[no-untyped-call]
-        except ValueError:
-            TensorProperties.__setstate__(self, state[:5])  # type: ignore[no-untyped-call]
-
-
-def _path(*parts: str) -> str:
-    """Stock writers keep their folder as a Path; a text does as well and needs no file system."""
-    return str(pathlib.PurePosixPath(*parts))
-
-
-_ADMITTED: dict[tuple[str, str], Any] = {
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): get_layout,
-    ("torch.distributed.checkpoint.metadata", "TensorProperties"): _AnyTensorProperties,
-    ("torch.distributed.checkpoint.metadata", "_MEM_FORMAT_ENCODING"): MemoryFormat,
-    ("torch.distributed.checkpoint.filesystem", "_StorageInfo"): StorageInfo,
-    ("torch.distributed.checkpoint.filesystem", "_StoragePrefix"): StoragePrefix,
-    ("collections", "OrderedDict"): OrderedDict,
-    ("collections", "ChainMap"): ChainMap,
-    ("builtins", "set"): set,
-    ("builtins", "frozenset"): frozenset,
-    ("builtins", "list"): list,
-    ("builtins", "dict"): dict,
-    ("builtins", "tuple"): tuple,
-}
-for _module in ("pathlib", "pathlib._local"):
-    for _name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath", "Path"):
-        _ADMITTED[_module, _name] = _path
-for _name in (
-    "Metadata",
-    "MetadataIndex",
-    "StorageMeta",
-    "TensorStorageMetadata",
-    "BytesStorageMetadata",
-    "ChunkStorageMetadata",
-):
-    _ADMITTED["torch.distributed.checkpoint.metadata", _name] = getattr(dcp_metadata, _name)
-
-
-def _can_be_marked(thing: Any) -> bool:
-    """Tell whether attributes of a class or function can be set at all."""
-    return not isinstance(thing, type) or bool(thing.__flags__ & (1 << 9))  # Py_TPFLAGS_HEAPTYPE
-
-
-class _ClosedUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        admitted = _ADMITTED.get((module, name))
-        if admitted is not None:
-            return admitted
-        if module == "torch":
-            dtype = getattr(torch, name, None)
-            if isinstance(dtype, torch.dtype):
-                return dtype
-        raise pickle.UnpicklingError(f"it names {module}.{name}, which no DCP metadata needs")
-
-    def persistent_load(self, pid: Any) -> NoReturn:
-        raise pickle.UnpicklingError("it refers to objects outside of itself")
 
 
 def dump(metadata: Metadata, record: Record) -> bytes:
@@ -131,14 +47,14 @@ def load(data: bytes, where: str) -> tuple[Metadata, Record | None]:
         BrokenMetadata: cut short, damaged, or not a DCP checkpoint.
     """
     body, sealed = _unseal(data, where)
-    metadata = _unpickle(body, where)
-    if not isinstance(metadata, Metadata):
-        raise BrokenMetadata(where, f"holds a {type(metadata).__name__}, not DCP metadata")
-    _check_names(metadata, where)
-    raw = metadata.__dict__.get(ATTRIBUTE)
+    try:
+        metadata, raw = metadata_of(body, ATTRIBUTE)
+    except OddPickle as error:
+        raise BrokenMetadata(where, f"not readable as DCP metadata: {error}") from error
     if raw is None:
         if sealed:
             raise BrokenMetadata(where, "sealed by this package but holds no record")
+        _refuse_lost_chunks(metadata, where)
         return metadata, None
     if not sealed:
         raise BrokenMetadata(where, "cut short: the trailer is missing")
@@ -148,21 +64,41 @@ def load(data: bytes, where: str) -> tuple[Metadata, Record | None]:
         raise NewerFormat(where, str(error)) from error
     except RecordError as error:
         raise BrokenMetadata(where, str(error)) from error
-    entries = len(metadata.storage_data or ())
-    if len(record.columns.payload_offset) != entries:
-        raise BrokenMetadata(where, f"{entries} items, the record knows others")
+    problem = _contradiction(metadata, record)
+    if problem is not None:
+        raise BrokenMetadata(where, problem)
+    _refuse_lost_chunks(metadata, where)
     return metadata, record
 
 
-def _check_names(metadata: Metadata, where: str) -> None:
-    """Refuse entries that would be read, or deleted, outside of the checkpoint's folder."""
+def _refuse_lost_chunks(metadata: Metadata, where: str) -> None:
     try:
-        files = {info.relative_path for info in (metadata.storage_data or {}).values()}
-        odd = [file for file in files if file in ("", ".", "..") or "/" in file or "\0" in file]
-    except (AttributeError, TypeError) as error:
-        raise BrokenMetadata(where, f"its entries name no files: {error}") from error
-    if odd:
-        raise BrokenMetadata(where, f"an item is in {min(odd)!r}, which is no plain file name")
+        lost = lost_chunk(metadata)
+    except OddPickle as error:
+        raise BrokenMetadata(where, str(error)) from error
+    if lost is not None:
+        raise BrokenMetadata(where, f"it does not say where all of {shown(lost)} is")
+
+
+def _contradiction(metadata: Metadata, record: Record) -> str | None:
+    """Return what the record says otherwise than the entries do."""
+    entries = metadata.storage_data or {}
+    columns = record.columns
+    if len(columns.payload_offset) != len(entries):
+        return f"{len(entries)} items, the record knows others"
+    sizes = record.files
+    for file in sizes:
+        if not is_file_name(file):
+            return f"the record has a file {shown(file)}, which is no plain file name"
+    for index, info, start, size in zip(
+        entries, entries.values(), columns.payload_offset, columns.payload_bytes, strict=True
+    ):
+        stop = info.offset + info.length
+        if not info.offset <= start <= start + size <= stop:
+            return f"the bytes of {shown(index.fqn)} are not inside of its item"
+        if stop > sizes.get(info.relative_path, -1):
+            return f"{shown(index.fqn)} is not inside of a file of the record"
+    return None
 
 
 def _unseal(data: bytes, where: str) -> tuple[bytes, bool]:
@@ -173,34 +109,3 @@ def _unseal(data: bytes, where: str) -> tuple[bytes, bool]:
     if data[start:] != _trailer(body):
         raise BrokenMetadata(where, "damaged: it does not match its digest")
     return body, True
-
-
-# Pickle can set attributes not only of the objects that it makes but of the classes themselves.
-_SHARED = [
-    thing for thing in {id(t): t for t in _ADMITTED.values()}.values() if _can_be_marked(thing)
-]
-
-
-def _unpickle(body: bytes, where: str) -> Any:
-    before = [dict(vars(thing)) for thing in _SHARED]
-    try:
-        loaded = _ClosedUnpickler(io.BytesIO(body)).load()
-    except _UNPICKLING_ERRORS as error:
-        raise BrokenMetadata(where, f"not readable as DCP metadata: {error}") from error
-    finally:
-        marked = [_restore(thing, was) for thing, was in zip(_SHARED, before, strict=True)]
-    if any(marked):
-        raise BrokenMetadata(where, "it changes classes of this process")
-    return loaded
-
-
-def _restore(thing: Any, was: dict[str, Any]) -> bool:
-    """Undo what was set on a class or function; tell whether anything was."""
-    now = dict(vars(thing))
-    changed = [name for name in now if now[name] is not was.get(name)]
-    for name in changed:
-        if name in was:
-            setattr(thing, name, was[name])
-        else:
-            delattr(thing, name)
-    return bool(changed)

@@ -13,9 +13,24 @@ METADATA = ".metadata"  # DCP's own name; its presence is the commit
 RUN_FOLDER = ".checkfreq"
 LEASE = "lease.json"
 
-_STEP = re.compile(r"step[_-]([0-9]+)", re.ASCII)
-_SHARD = re.compile(r"__([0-9]+)_([0-9]+)_([0-9a-f]{12})\.distcp", re.ASCII)
+# Bounded, so that no name makes a number that Python or a record cannot hold.
+LARGEST_STEP = 10**37 - 1
+_STEP = re.compile(r"step[_-](0{0,200}[0-9]{1,37})", re.ASCII)
+_SHARD = re.compile(r"__([0-9]{1,20})_([0-9]{1,20})_([0-9a-f]{12})\.distcp", re.ASCII)
 _SCRATCH = re.compile(r"\.metadata\.([0-9a-f]{12})\.tmp", re.ASCII)
+
+
+_LONGEST_FILE_BYTES = 255  # of a name, on every file system and object store
+
+
+def is_file_name(name: str) -> bool:
+    """Tell whether this can be the name of a file in a folder, and of no other place."""
+    if not name or name in (".", "..") or "/" in name or "\0" in name:
+        return False
+    try:
+        return len(name.encode()) <= _LONGEST_FILE_BYTES
+    except UnicodeEncodeError:  # half of a surrogate pair
+        return False
 
 
 def new_attempt() -> str:
@@ -27,6 +42,8 @@ def step_folder(step: int) -> str:
     """Return the folder name of a step, zero-padded so that text order is step order."""
     if step < 0:
         raise ValueError(f"a step must not be negative, got {step}")
+    if step > LARGEST_STEP:
+        raise ValueError(f"a step of {step.bit_length()} bits is too large for a name")
     return f"step_{step:08d}"
 
 

@@ -1,0 +1,439 @@
+"""DCP's metadata from stand-ins, every part of it checked: types, sizes, and that they agree.
+
+Whoever holds the result may rely on it: keys are texts, sizes are whole numbers that a file could
+have, a chunk lies inside of its tensor and has an entry that says where its bytes are, files are
+plain names. Shared parts of a pickle are visited once per mention, so each walk is paid for in
+advance (`_Budget`): a list of a million elements that is mentioned a million times is refused.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import pathlib
+from collections import ChainMap, OrderedDict
+from itertools import chain, islice, repeat
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from dcp_checkfreq.format import stand_ins as made
+from dcp_checkfreq.format.names import is_file_name
+from dcp_checkfreq.format.opcodes import DICT_MARK, OddPickle
+from dcp_checkfreq.format.texts import is_text, shown
+from dcp_checkfreq.format.torch_private import MemoryFormat, StorageInfo
+
+LARGEST = 1 << 62  # no file, tensor or offset is larger; sums of two still fit 64 bits
+_MOST_DIMS = 255
+_LONGEST_PATH = 64 << 10
+_DEEPEST = 40
+_MOST_ODD_KEYS = 2000  # keys that are no texts can be made to collide, and are then compared
+_MOST_COLLIDING = 64  # so can offsets
+
+_FORMATS = {
+    MemoryFormat.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
+    MemoryFormat.TORCH_CHANNELS_LAST: torch.channels_last,
+    MemoryFormat.TORCH_PRESERVE_FORMAT: torch.preserve_format,
+}
+_PROPERTIES = set(range(5, 20))  # torch 2.15 has a sixth, which none before it knows
+_PROPERTY_TYPES = (torch.dtype, torch.layout, bool, MemoryFormat, bool)
+_LARGEST_ITEM_BYTES = 16
+_MISSING = object()
+
+
+class _Budget:
+    """What may still be visited: each part of the pickle a few times on average."""
+
+    def __init__(self, pickle_bytes: int) -> None:
+        self.left = 1000 + 2 * pickle_bytes
+
+    def spend(self, visits: int) -> None:
+        self.left -= visits
+        if self.left < 0:
+            raise OddPickle("its parts mention each other too often")
+
+
+def metadata_of(body: bytes, attribute: str) -> tuple[Metadata, Any]:
+    """Return the metadata that a pickle holds, and what was in its ``attribute``, unchecked.
+
+    The latter is of builtins, None if there is none. Whether each chunk has an entry is up to
+    `lost_chunk`.
+
+    Raises:
+        OddPickle: it is not DCP metadata, or contradicts itself.
+    """
+    budget = _Budget(len(body))
+    root = made.unpickled(body)
+    if type(root) is not made.MadeMetadata:
+        raise OddPickle(f"it holds {_kind(root)}, not DCP metadata")
+    fields = _fields(root, made.MadeMetadata)
+    metadata = Metadata(_kept_metadata(fields.pop("state_dict_metadata", None), budget))
+    metadata.storage_data = _entries(fields.pop("storage_data", None), budget)
+    meta = fields.pop("storage_meta", None)
+    metadata.storage_meta = None if meta is None else _storage_meta(meta)
+    record = fields.pop(attribute, None)
+    if record is not None:
+        record = _record(record)
+    paths = _paths(fields.get("planner_data"), budget)
+    if paths is not None:
+        metadata.planner_data = paths
+        del fields["planner_data"]
+    if any(value is not None and type(value) is not str for value in fields.values()):
+        # Of another planner than DCP's. What is a dict and what a list takes a second look.
+        marked = _fields(made.unpickled(body, tell_dicts=True), made.MadeMetadata, marked=True)
+        fields = {name: _plain(marked[name], budget) for name in fields}
+    for name, value in fields.items():
+        if not name.isidentifier() or name.startswith("__"):
+            raise OddPickle(f"it has an attribute {shown(name)}")
+        setattr(metadata, name, value)
+    return metadata, record
+
+
+def lost_chunk(metadata: Metadata) -> str | None:
+    """Return the key of a chunk or value of which no entry says where it is; None: all have one."""
+    wanted: list[tuple[str, Any]] = []
+    values: list[str] = []
+    for key, kept in metadata.state_dict_metadata.items():
+        if type(kept) is TensorStorageMetadata:
+            wanted += [(key, chunk.offsets) for chunk in kept.chunks]
+        else:
+            values.append(key)
+    entries = metadata.storage_data or {}
+    present = {(index.fqn, index.offset) for index in entries}
+    _refuse_collisions(wanted)
+    lost = set(wanted) - present
+    if lost:
+        return min(lost)[0]
+    return min(set(values) - {key for key, _ in present}, default=None)
+
+
+def _kind(value: object) -> str:
+    return f"a {type(value).__name__}".replace("a MadeBuiltin_", "a ")
+
+
+# --- dicts, which were read as lists -------------------------------------------------------
+
+
+def _split(flat: Any) -> tuple[list[Any], list[Any]]:
+    """Return keys and values of what was a dict."""
+    if type(flat) is not list:
+        raise OddPickle(f"{_kind(flat)} is where a dict should be")
+    keys, values = flat[::2], flat[1::2]
+    if len(keys) == len(values) and tuple not in set(map(type, keys)):
+        return keys, values
+    keys, values = [], []
+    waiting = iter(flat)
+    for key in waiting:
+        if type(key) is tuple and len(key) == 2:
+            key, value = key
+        else:
+            value = next(waiting, _MISSING)
+            if value is _MISSING:
+                raise OddPickle("a key has no value")
+        keys.append(key)
+        values.append(value)
+    return keys, values
+
+
+def _texts_and(flat: Any) -> dict[str, Any]:
+    """Return what was a dict with texts for keys."""
+    keys, values = _split(flat)
+    if not set(map(type, keys)) <= {str}:
+        raise OddPickle("a key is no text")
+    by_key = dict(zip(keys, values, strict=True))
+    if not all(map(str.isascii, by_key)):
+        for key in by_key:
+            if not is_text(key):
+                raise OddPickle(f"the key {shown(key)} is no text")
+    return by_key
+
+
+def _fields(thing: Any, kind: type[made.Made], *, marked: bool = False) -> dict[str, Any]:
+    """Return the state of an object."""
+    if type(thing) is not kind or len(thing) != 1 or type(thing[0]) is not list:
+        raise OddPickle(f"{_kind(thing)} is not a whole {kind.__name__.removeprefix('Made')}")
+    return _texts_and(thing[0][1:] if marked else thing[0])
+
+
+def _record(flat: Any) -> dict[str, Any]:
+    """Return our record, which has dicts in it and no lists."""
+    record = _texts_and(flat)
+    return {name: _texts_and(v) if type(v) is list else v for name, v in record.items()}
+
+
+def _columns(things: list[Any], kind: type[made.Made], names: list[str]) -> list[list[Any]]:
+    """Return the values of each field of many objects; None for a field that one lacks.
+
+    Nearly always all have all fields in this order, but for the last one; then no object costs
+    a step in Python.
+    """
+    if set(map(type, things)) <= {kind} and set(map(len, things)) <= {1}:
+        states = list(chain.from_iterable(things))
+        if set(map(type, states)) <= {list}:
+            width = 2 * len(names)
+            last = [names[-1], None]
+            states = [state + last if len(state) == width - 2 else state for state in states]
+            if set(map(len, states)) <= {width}:
+                every = list(chain.from_iterable(states))
+                at = range(0, width, 2)
+                if all(
+                    every[n::width].count(name) == len(things)
+                    for n, name in zip(at, names, strict=True)
+                ):
+                    return [every[n + 1 :: width] for n in at]
+    rows = [_fields(thing, kind) for thing in things]
+    return [[row.get(name) for row in rows] for name in names]
+
+
+# --- what is kept of each key --------------------------------------------------------------
+
+
+def _kept_metadata(flat: Any, budget: _Budget) -> dict[str, Any]:
+    kept = _texts_and(flat)
+    tensors = {key: thing for key, thing in kept.items() if type(thing) is made.MadeTensor}
+    for key, thing in kept.items():
+        if type(thing) is not made.MadeTensor and type(thing) is not made.MadeBytes:
+            raise OddPickle(f"{shown(key)} is {_kind(thing)}")
+    built = _tensors(list(tensors), list(tensors.values()), budget)
+    if len(built) == len(kept):
+        return dict(zip(kept, built, strict=True))
+    by_key = dict(zip(tensors, built, strict=True))
+    return {key: by_key.get(key) or BytesStorageMetadata() for key in kept}
+
+
+def _tensors(keys: list[str], things: list[Any], budget: _Budget) -> list[TensorStorageMetadata]:
+    properties, dims, chunks = _columns(things, made.MadeTensor, ["properties", "size", "chunks"])
+    sizes = _sizes(dims, budget)
+    largest = max(map(math.prod, sizes), default=0)
+    if largest > LARGEST // _LARGEST_ITEM_BYTES:
+        raise OddPickle("a tensor is larger than anything")
+    if not set(map(type, chunks)) <= {list}:
+        raise OddPickle("the chunks of a tensor are no list")
+    counts = list(map(len, chunks))
+    budget.spend(sum(counts))
+    offsets, lengths = _columns(
+        list(chain.from_iterable(chunks)), made.MadeChunk, ["offsets", "sizes"]
+    )
+    starts, extents = _sizes(offsets, budget), _sizes(lengths, budget)
+    wholes = list(chain.from_iterable(map(repeat, sizes, counts)))
+    if not _all_inside(starts, extents, wholes):
+        owners = chain.from_iterable(map(repeat, keys, counts))
+        for key, *box in zip(owners, starts, extents, wholes, strict=True):
+            if not _all_inside(*([part] for part in box)):
+                start, extent, whole = map(shown, box)
+                raise OddPickle(
+                    f"a chunk of {extent} at {start} is not inside of {shown(key)}, {whole}"
+                )
+    boxes = map(ChunkStorageMetadata, starts, extents)
+    return [
+        TensorStorageMetadata(kept, size, list(islice(boxes, count)))
+        for kept, size, count in zip(_properties(properties), sizes, counts, strict=True)
+    ]
+
+
+def _all_inside(
+    starts: list[torch.Size], extents: list[torch.Size], wholes: list[torch.Size]
+) -> bool:
+    dims = list(map(len, wholes))
+    if dims != list(map(len, starts)) or dims != list(map(len, extents)):
+        return False
+    every = chain.from_iterable
+    return all(map(operator.le, map(operator.add, every(starts), every(extents)), every(wholes)))
+
+
+def _sizes(dims: list[Any], budget: _Budget) -> list[torch.Size]:
+    if not set(map(type, dims)) <= {tuple, list}:
+        odd = next(one for one in dims if type(one) not in (tuple, list))
+        raise OddPickle(f"{_kind(odd)} is where a size should be")
+    if max(map(len, dims), default=0) > _MOST_DIMS:
+        raise OddPickle("a tensor has too many dimensions")
+    budget.spend(sum(map(len, dims)))
+    _check_counts(list(chain.from_iterable(dims)))
+    return list(map(torch.Size, dims))
+
+
+def _check_counts(numbers: list[Any]) -> None:
+    if not set(map(type, numbers)) <= {int}:
+        odd = next(one for one in numbers if type(one) is not int)
+        raise OddPickle(f"{_kind(odd)} is where a size should be")
+    least, most = min(numbers, default=0), max(numbers, default=0)
+    if least < 0 or most > LARGEST:
+        raise OddPickle(f"{shown(least if least < 0 else most)} is where a size should be")
+
+
+def _properties(things: list[Any]) -> list[TensorProperties]:
+    if not set(map(type, things)) <= {made.MadeProperties} or not set(map(len, things)) <= {1}:
+        raise OddPickle("a tensor has no properties")
+    states = list(chain.from_iterable(things))
+    if not set(map(type, states)) <= {tuple} or not set(map(len, states)) <= _PROPERTIES:
+        raise OddPickle("a tensor has other properties")
+    columns = [[state[n] for state in states] for n in range(5)]
+    for column, kind in zip(columns, _PROPERTY_TYPES, strict=True):
+        if not set(map(type, column)) <= {kind}:
+            odd = next(one for one in column if type(one) is not kind)
+            raise OddPickle(f"{_kind(odd)} is where a {kind.__name__} should be")
+    columns[3] = [_FORMATS[memory_format] for memory_format in columns[3]]
+    return list(map(TensorProperties, *columns)) if states else []
+
+
+# --- where the bytes are -------------------------------------------------------------------
+
+
+def _entries(flat: Any, budget: _Budget) -> dict[Any, Any] | None:
+    if flat is None:
+        return None
+    keys, values = _split(flat)
+    budget.spend(len(keys))
+    indices = _indices(keys, budget)
+    _refuse_collisions([(index.fqn, index.offset) for index in indices])
+    return dict(zip(indices, _infos(values), strict=True))
+
+
+def _indices(things: list[Any], budget: _Budget) -> list[MetadataIndex]:
+    keys, hints, offsets = _columns(things, made.MadeIndex, ["fqn", "index", "offset"])
+    if not set(map(type, keys)) <= {str}:
+        raise OddPickle("the key of an entry is no text")
+    _check_counts([hint for hint in hints if hint is not None])
+    starts = iter(_sizes([offset for offset in offsets if offset is not None], budget))
+    indices = []
+    for key, hint, offset in zip(keys, hints, offsets, strict=True):
+        index = object.__new__(MetadataIndex)  # its own constructor looks at each number again
+        fields = index.__dict__
+        fields["fqn"] = key
+        fields["index"] = hint
+        fields["offset"] = None if offset is None else next(starts)
+        indices.append(index)
+    return indices
+
+
+def _infos(things: list[Any]) -> list[StorageInfo]:
+    files, offsets, lengths, transforms = _columns(
+        things, made.MadeInfo, ["relative_path", "offset", "length", "transform_descriptors"]
+    )
+    if not set(map(type, files)) <= {str}:
+        raise OddPickle("an entry names no file")
+    for file in set(files):
+        if not is_file_name(file):
+            raise OddPickle(f"an item is in {shown(file)}, which is no plain file name")
+    _check_counts(offsets)
+    _check_counts(lengths)
+    if any(names is not None for names in transforms):
+        transforms = [None if names is None else _transforms(names) for names in transforms]
+        return list(map(StorageInfo, files, offsets, lengths, transforms))
+    return list(map(StorageInfo, files, offsets, lengths))
+
+
+def _transforms(names: Any) -> list[str]:
+    if type(names) not in (list, tuple) or len(names) > 8:
+        raise OddPickle(f"{_kind(names)} is where names of transforms should be")
+    if not all(is_text(name) and len(name) < 100 for name in names):
+        raise OddPickle("the name of a transform is no text")
+    return list(names)
+
+
+def _refuse_collisions(keys: list[Any]) -> None:
+    """Offsets can be made up so that all have one hash; a dict then compares each to each."""
+    if len(keys) <= _MOST_COLLIDING:
+        return
+    hashes = sorted(map(hash, keys))
+    if any(map(operator.eq, hashes, hashes[_MOST_COLLIDING:])):
+        raise OddPickle("offsets of its chunks are made up to collide")
+
+
+# --- the rest ------------------------------------------------------------------------------
+
+
+def _storage_meta(thing: Any) -> StorageMeta:
+    fields = _fields(thing, made.MadeStorageMeta)
+    meta = StorageMeta()
+    for name in ("checkpoint_id", "save_id", "load_id"):
+        value = fields.get(name)
+        if type(value) is made.MadePath:
+            value = _path(value)
+        if value is not None and not (is_text(value) and len(value) <= _LONGEST_PATH):
+            raise OddPickle(f"{shown(value)} is where the {name} should be")
+        setattr(meta, name, value)
+    modules = fields.get("modules", [])
+    if type(modules) is not list or len(modules) > 1000 or not all(map(is_text, modules)):
+        raise OddPickle("its modules are no texts")
+    meta.modules = modules
+    return meta
+
+
+def _path(thing: made.MadePath) -> str:
+    """Stock writers keep their folder as a Path; a text does as well and needs no file system."""
+    parts = thing[0] if len(thing) == 1 else ()
+    if type(parts) is not tuple or len(parts) > _LONGEST_PATH or not all(map(is_text, parts)):
+        raise OddPickle("a path is not of texts")
+    if sum(map(len, parts)) > _LONGEST_PATH:
+        raise OddPickle("a path is too long")
+    return str(pathlib.PurePosixPath(*parts))
+
+
+def _paths(flat: Any, budget: _Budget) -> dict[str, Any] | None:
+    """Return what DCP's own planners keep: for each key its path in the state. None: not that."""
+    if type(flat) is not list:
+        return None
+    keys, values = _split(flat)
+    if not set(map(type, keys)) <= {str} or not set(map(type, values)) <= {tuple}:
+        return None
+    budget.spend(sum(map(len, values)))
+    if not set(map(type, chain.from_iterable(values))) <= {str, int}:
+        return None
+    return dict(zip(keys, values, strict=True))
+
+
+def _plain(value: Any, budget: _Budget, depth: int = 0) -> Any:
+    """Return a value of another planner: containers, texts, numbers, sizes and paths.
+
+    Sharing is lost: what is mentioned twice is made twice, and paid for twice.
+    """
+    budget.spend(1)
+    if depth > _DEEPEST:
+        raise OddPickle("its planner's data is nested too deeply")
+    kind = type(value)
+    if value is None or kind in (str, bytes, int, float, bool, torch.dtype):
+        return value
+    if kind is tuple:
+        return tuple(_plain(inner, budget, depth + 1) for inner in value)
+    if kind is list and value[:1] == [DICT_MARK]:
+        return _plain_dict(value[1:], budget, depth)
+    if kind is list:
+        return [_plain(inner, budget, depth + 1) for inner in value]
+    if kind is made.MadePath:
+        return _path(value)
+    if kind in (made.MadeOrderedDict, made.MadeChainMap) and value and type(value[0]) is tuple:
+        maps = [_plain(inner, budget, depth + 1) for inner in value[0]]
+        if not all(isinstance(one, dict) for one in maps):
+            raise OddPickle("its planner's data is made of other things than dicts")
+        if kind is made.MadeChainMap:
+            return ChainMap(*maps)
+        return OrderedDict(_plain_dict(value[1:], budget, depth))
+    raise OddPickle(f"its planner's data holds {_kind(value)}")
+
+
+def _plain_dict(flat: list[Any], budget: _Budget, depth: int) -> dict[Any, Any]:
+    keys, values = _split(flat)
+    budget.spend(len(keys))
+    odd = [key for key in keys if type(key) is not str]
+    if len(odd) > _MOST_ODD_KEYS:
+        raise OddPickle("its planner's data has too many keys that are no texts")
+    for key in odd:
+        if not _is_plain_key(key):
+            raise OddPickle(f"its planner's data has {_kind(key)} for a key")
+    return {key: _plain(value, budget, depth + 1) for key, value in zip(keys, values, strict=True)}
+
+
+def _is_plain_key(key: Any) -> bool:
+    if type(key) is tuple:
+        return len(key) <= _MOST_DIMS and all(type(part) in (str, int) for part in key)
+    return key is None or type(key) in (int, bytes, float, bool)
