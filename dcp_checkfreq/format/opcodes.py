@@ -47,6 +47,7 @@ _WITH_ARGUMENT = b"|".join(
         _counted(rb"C", 255),  # SHORT_BINBYTES
         _counted(rb"\x8a", _LONGEST_INT_BYTES),  # LONG1
         rb"G.{8}",  # BINFLOAT
+        rb"\x95.{8}",  # FRAME: all that is left in memory anyway, or an error
         rb"\x80.",  # PROTO
     ]
 )
@@ -68,9 +69,8 @@ _NEXT = next_opcode(possessive=sys.version_info >= (3, 11))
 _GLOBAL = re.compile(rb"c[^\n]{1,%d}\n[^\n]{1,%d}\n" % (_LONGEST_NAME, _LONGEST_NAME))
 
 _EMPTY_DICT, _EMPTY_LIST, _SETITEM, _SETITEMS, _STOP = b"}]su."
-_FRAME, _LONG_TEXT, _LONG_BYTES, _LONG_PUT, _NAME = b"\x95XBrc"
+_LONG_TEXT, _LONG_BYTES, _LONG_PUT, _NAME = b"XBrc"
 _APPENDS = b"e"[0]
-_NOTHING = b"K\x000" * 3  # 9 bytes, as a FRAME has: pushes a number and drops it, three times
 _APPEND_PAIR = b"\x86a"  # for SETITEM
 _MARK_LIST = b"]c" + "\n".join(DICT_MARK).encode() + b"\na"  # for EMPTY_DICT
 
@@ -97,12 +97,13 @@ def without_dicts(
             opcode = body[end - 1]
             if opcode == _SETITEMS:
                 made[end - 1] = _APPENDS
-            elif opcode in (_EMPTY_DICT, _EMPTY_LIST):
+            elif opcode == _EMPTY_DICT:
                 containers += 1
-                if opcode == _EMPTY_DICT:
-                    made[end - 1] = _EMPTY_LIST
-                    if tell_dicts:
-                        longer.append((end, _MARK_LIST))
+                made[end - 1] = _EMPTY_LIST
+                if tell_dicts:
+                    longer.append((end, _MARK_LIST))
+            elif opcode == _EMPTY_LIST:
+                containers += 1
             elif opcode == _SETITEM:
                 longer.append((end, _APPEND_PAIR))
             else:
@@ -114,16 +115,12 @@ def without_dicts(
         if opcode == _STOP:
             return _framed(made, end, longer)
         at = _after(body, end)
-        if opcode == _FRAME:
-            made[end - 1 : at] = _NOTHING
 
 
 def _after(body: bytes, end: int) -> int:
     """Return where the opcode stops whose first byte is the last before ``end``."""
     opcode = body[end - 1]
-    if opcode == _FRAME:
-        stop = end + 8
-    elif opcode in (_LONG_TEXT, _LONG_BYTES):
+    if opcode in (_LONG_TEXT, _LONG_BYTES):
         stop = end + 4 + int.from_bytes(body[end : end + 4], "little")
     elif opcode == _LONG_PUT:
         stop = end + 4
