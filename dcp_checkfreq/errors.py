@@ -120,7 +120,7 @@ class CheckpointExists(SaveFailed):
 
     def __str__(self) -> str:
         return (
-            f"{self.where} holds a whole checkpoint, which was left as it is. "
+            f"Checkpoint already exists: {self.where} holds a whole one, which was left as it is. "
             "Save elsewhere, or pass overwrite=True to replace it atomically"
         )
 
@@ -219,6 +219,10 @@ class BrokenMetadata(LoadFailed):
     """``.metadata`` is missing, cut short, damaged or not a checkpoint's. No target was touched."""
 
     exit_code = 31
+
+    def __str__(self) -> str:
+        named = self.why if ".metadata" in self.why else f".metadata: {self.why}"
+        return f"{self.where}: not loaded: {named}"
 
 
 class NewerFormat(LoadFailed):

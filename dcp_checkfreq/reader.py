@@ -63,6 +63,11 @@ class _Job:
     tensor: torch.Tensor | None = None  # in the live state
     archive: bool = False  # the bytes are a torch.save archive to unpack into `tensor`
 
+    @property
+    def key(self) -> str:
+        """What a user calls it."""
+        return self.request.storage_index.fqn
+
 
 class CheckFreqReader(StorageReader):
     """Reads checkpoints of `CheckFreqWriter` and of stock DCP, on any number of ranks.
@@ -89,6 +94,7 @@ class CheckFreqReader(StorageReader):
         storage_options: for the file system of a URL; see `CheckFreqWriter`.
 
     Attributes:
+        load_id: of the load, as stock readers have it; new after `reset`.
         bytes_read: what this rank read from storage in the last load, `.metadata` not counted.
         bytes_needed: what it would have had to read at least, by itself.
         bytes_received: what it got from other ranks instead.
@@ -134,6 +140,8 @@ class CheckFreqReader(StorageReader):
             self._known = None
         self._metadata = Metadata({})
         self._record: Record | None = None
+        self._problem: CheckFreqError | None = None  # why there is no metadata
+        self.load_id = names.new_attempt()
         self.bytes_read = 0
         self.bytes_needed = 0
         self.bytes_received = 0
@@ -151,10 +159,20 @@ class CheckFreqReader(StorageReader):
         """
         # DCP asks again with a rank when this failed, for checkpoints without a coordinator.
         rank = kwargs.get("rank")
-        metadata, self._record = self._known or self._read_metadata(rank)
+        try:
+            metadata, self._record = self._known or self._read_metadata(rank)
+        except CheckFreqError as error:
+            if rank is None or self._problem is None:
+                self._problem = error
+                raise
+            # Here DCP would drop it for an AssertionError; `set_up_storage_reader` can raise it.
+            if not isinstance(error.__cause__, FileNotFoundError):
+                self._problem = error
+            return Metadata({})
+        self._problem = None
         if metadata.storage_meta is None:
             metadata.storage_meta = StorageMeta()
-        metadata.storage_meta.load_id = names.new_attempt()
+        metadata.storage_meta.load_id = self.load_id
         return metadata
 
     def _read_metadata(self, rank: int | None) -> tuple[Metadata, Record | None]:
@@ -172,7 +190,13 @@ class CheckFreqReader(StorageReader):
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
-        """Take over the metadata that `read_metadata` returned."""
+        """Take over the metadata that `read_metadata` returned.
+
+        Raises:
+            BrokenMetadata, NewerFormat: it had none to return, and DCP has asked it twice.
+        """
+        if self._problem is not None:
+            raise self._problem
         if metadata.storage_data is None:
             raise BrokenMetadata(self._tier.location, "it names no items")
         self._metadata = metadata
@@ -257,6 +281,7 @@ class CheckFreqReader(StorageReader):
                 [job.want for job in jobs],
                 [job.target for job in jobs],
                 [job.digests for job in jobs],
+                [job.key for job in jobs],
                 fetcher.fetch,
             )
         finally:
@@ -272,6 +297,7 @@ class CheckFreqReader(StorageReader):
                 [job.want for job in own],
                 [job.target for job in jobs],
                 [job.digests for job in jobs],
+                [job.key for job in jobs],
             )
         finally:
             fetcher.close()

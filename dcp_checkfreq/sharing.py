@@ -18,7 +18,7 @@ from dcp_checkfreq.shards.share_plan import Chunk, Range, range_of, rounds
 # What a rank holds at once of its own, twice, and of all others together.
 _CHUNK_BYTES, _ALL_CHUNKS_BYTES = 32 << 20, 256 << 20
 
-Fetch = Callable[[Sequence[Want], Sequence[Taker], Sequence[Sequence[int]]], int]
+Fetch = Callable[[Sequence[Want], Sequence[Taker], Sequence[Sequence[int]], Sequence[str]], int]
 
 
 @dataclass(slots=True)
@@ -46,6 +46,7 @@ def share(
     wants: Sequence[Want],
     targets: Sequence[Taker],
     digests: Sequence[Sequence[int]],
+    keys: Sequence[str],
     fetch: Fetch,
 ) -> Shared:
     """Read what more than one rank wants once, and hand it to the targets of all of them.
@@ -57,6 +58,7 @@ def share(
         wants: of this rank; ``targets`` and ``digests`` are looked up by their tickets.
         targets: see `Fetcher.fetch`.
         digests: see `Fetcher.fetch`.
+        keys: see `Fetcher.fetch`.
         fetch: like `Fetcher.fetch`; called in a thread.
 
     Raises:
@@ -68,7 +70,7 @@ def share(
         mine.setdefault(range_of(want), []).append(want)
     chunk_bytes = min(_CHUNK_BYTES, max(1 << 20, _ALL_CHUNKS_BYTES // agree.world_size))
     plan = rounds(agree.gather(list(mine)), chunk_bytes=chunk_bytes)
-    exchange = _Exchange(agree, mine, targets, digests, fetch)
+    exchange = _Exchange(agree, mine, targets, digests, keys, fetch)
     with ThreadPoolExecutor(1, thread_name_prefix="checkfreq-share") as pool:
         reading = pool.submit(exchange.read, plan[0]) if plan else None
         for number, chunks in enumerate(plan):
@@ -106,10 +108,12 @@ class _Exchange:
         mine: Mapping[Range, Sequence[Want]],
         targets: Sequence[Taker],
         digests: Sequence[Sequence[int]],
+        keys: Sequence[str],
         fetch: Fetch,
     ) -> None:
         self._agree, self._mine = agree, mine
-        self._targets, self._digests, self._fetch = targets, digests, fetch
+        self._targets, self._digests, self._keys = targets, digests, keys
+        self._fetch = fetch
         self.done = Shared(frozenset())
 
     def read(self, chunks: Sequence[Chunk]) -> torch.Tensor | None:
@@ -119,15 +123,17 @@ class _Exchange:
             return None
         content = torch.empty(own.size_bytes, dtype=torch.uint8)
         memory = bytes_of(content)
-        wants, slots, digests = [], [], []
+        wants, slots, digests, keys = [], [], [], []
         at = 0
         for ticket, (wanted, part) in enumerate(own.parts):
             size_bytes = part.stop - part.start
             wants.append(replace(part, ticket=ticket))
             slots.append(_Slot(memory[at : at + size_bytes], part.start))
-            digests.append(self._digests[self._mine[wanted][0].ticket])
+            first = self._mine[wanted][0].ticket
+            digests.append(self._digests[first])
+            keys.append(self._keys[first])
             at += size_bytes
-        self.done.bytes_read += self._fetch(wants, slots, digests)
+        self.done.bytes_read += self._fetch(wants, slots, digests, keys)
         return content
 
     def swap(self, chunks: Sequence[Chunk], own: torch.Tensor | None) -> None:

@@ -171,6 +171,11 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         """Name the checkpoint and the attempt for DCP's logs and metadata."""
         return StorageMeta(checkpoint_id=self._tier.location, save_id=self._attempt)
 
+    @property
+    def save_id(self) -> str | None:
+        """Name of the save under way or next, as stock writers have it."""
+        return self.storage_meta().save_id
+
     # DCP passes rank and use_collectives only to a parameter that is named `kwargs`.
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check that this save can be kept, before anything is written.

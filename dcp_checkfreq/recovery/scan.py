@@ -15,7 +15,7 @@ from dcp_checkfreq.format import names
 from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.format.index import Record, digest_starts
 from dcp_checkfreq.recovery.plan import Ranking, Rejected, StepRecord, rank, step_record
-from dcp_checkfreq.shards.fetch import Fetcher
+from dcp_checkfreq.shards.fetch import Fetcher, listed
 from dcp_checkfreq.shards.read_plan import Want
 from dcp_checkfreq.storage.tier import Entry, Tier
 
@@ -109,16 +109,29 @@ def _wrong_size(entries: Sequence[Entry], metadata: Metadata, record: Record | N
     if record is not None:
         for file, size in record.files.items():
             if file not in sizes:
-                return f"{file} is missing"
+                return f"{file} is missing, {_held(file, metadata)}"
             if sizes[file] != size:
-                return f"{file} has {sizes[file]} bytes, it was saved with {size}"
+                return (
+                    f"{file} has {sizes[file]} bytes, it was saved with {size}, "
+                    f"{_held(file, metadata)}"
+                )
         return None
-    for info in (metadata.storage_data or {}).values():
-        if info.relative_path not in sizes:
-            return f"{info.relative_path} is missing"
-        if sizes[info.relative_path] < info.offset + info.length:
-            return f"{info.relative_path} is cut short at {sizes[info.relative_path]} bytes"
+    for index, info in (metadata.storage_data or {}).items():
+        file, end = info.relative_path, info.offset + info.length
+        if file not in sizes:
+            return f"{file} is missing, {_held(file, metadata)}"
+        if sizes[file] < end:
+            return (
+                f"{file} is cut short at {sizes[file]} bytes, {index.fqn!r} in it is at bytes "
+                f"[{info.offset}, {end})"
+            )
     return None
+
+
+def _held(file: str, metadata: Metadata) -> str:
+    """Say what is in a file, as a user knows it."""
+    places = (metadata.storage_data or {}).items()
+    return f"it holds {listed(repr(at.fqn) for at, info in places if info.relative_path == file)}"
 
 
 def check_digests(
@@ -156,7 +169,8 @@ def check_digests(
         digests = [columns.digests[start:stop] for start, stop in pairwise(starts)]
         fetcher = Fetcher(folder, record.files, threads)
         try:
-            fetcher.fetch(wants, [_Nowhere()] * len(files), digests)
+            keys = [place.fqn for place in metadata.storage_data]
+            fetcher.fetch(wants, [_Nowhere()] * len(files), digests, keys)
         finally:
             fetcher.close()
     except FileNotFoundError:

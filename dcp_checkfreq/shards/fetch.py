@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Protocol
 
 from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import BrokenShard
-from dcp_checkfreq.format.digest import first_bad_block
+from dcp_checkfreq.format.digest import ALGORITHM, digest, first_bad_block
 from dcp_checkfreq.shards.read_plan import Want, Window, windows
 from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, borrowed, huge_buffer
 from dcp_checkfreq.storage.late import look_again
@@ -24,6 +25,31 @@ class Taker(Protocol):
     def take(self, want: Want, data: memoryview) -> None:
         """Take payload bytes ``[want.start, want.stop)``; ``data`` is only lent."""
         ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """One call of `fetch`."""
+
+    wants: Sequence[Want]
+    targets: Sequence[Taker]
+    digests: Sequence[Sequence[int]]
+    keys: Sequence[str]
+
+    def key(self, want: Want) -> str:
+        """Return whose bytes these are, as a user knows them."""
+        return repr(self.keys[want.ticket]) if self.keys else f"item {want.ticket}"
+
+    def held(self, file: str) -> str:
+        """Return what is wanted of a file."""
+        return f"it holds {listed(self.key(want) for want in self.wants if want.file == file)}"
+
+
+def listed(names: Iterable[str]) -> str:
+    """Return the first few of a list of names, each once, and how many more there are."""
+    known = list(dict.fromkeys(names))
+    shown = ", ".join(known[:3])
+    return f"{shown} and {len(known) - 3} more" if len(known) > 3 else shown
 
 
 class Fetcher:
@@ -45,12 +71,16 @@ class Fetcher:
         self._open: dict[str, RangeReader] = {}
 
     def fetch(
-        self, wants: Sequence[Want], targets: Sequence[Taker], digests: Sequence[Sequence[int]]
+        self,
+        wants: Sequence[Want],
+        targets: Sequence[Taker],
+        digests: Sequence[Sequence[int]],
+        keys: Sequence[str] = (),
     ) -> int:
         """Read every want and hand it to the target of its ticket; return the bytes read.
 
-        ``targets`` and ``digests`` (one per block of the whole payload, empty for none) are
-        looked up by ticket.
+        ``targets``, ``digests`` (one per block of the whole payload, empty for none) and ``keys``
+        (for the text of errors) are looked up by ticket.
 
         Raises:
             BrokenShard: a file is missing or short, or a block fails its digest. That block and
@@ -58,16 +88,20 @@ class Fetcher:
         """
         planned = windows(wants, max_bytes=BOUNCE_BYTES, max_gap_bytes=MAX_GAP_BYTES)
         files = {window.file for window in planned}
+        job = _Job(wants, targets, digests, keys)
+
+        def open_checked(file: str) -> RangeReader:
+            return self._reader(file, job)
 
         def read(window: Window) -> int:
-            return self._read(window, targets, digests)
+            return self._read(window, job)
 
         if len(planned) <= 1 or self._threads == 1:
             for file in files:
-                self.reader(file)
+                open_checked(file)
             return sum(map(read, planned))
         with ThreadPoolExecutor(self._threads, thread_name_prefix="checkfreq-read") as pool:
-            list(pool.map(self.reader, files))  # all sizes are right before a byte is read
+            list(pool.map(open_checked, files))  # all sizes are right before a byte is read
             running = [pool.submit(read, window) for window in planned]
             try:
                 return sum(job.result() for job in running)
@@ -75,7 +109,7 @@ class Fetcher:
                 pool.shutdown(cancel_futures=True)
                 raise
 
-    def reader(self, file: str) -> RangeReader:
+    def _reader(self, file: str, job: _Job) -> RangeReader:
         """Return an open file, checked for its size."""
         reader = self._open.get(file)
         if reader is None:
@@ -83,48 +117,64 @@ class Fetcher:
                 reader = look_again(self._tier, lambda: self._tier.open(file), self._clock)
                 self._open[file] = reader
             except FileNotFoundError as error:
-                raise BrokenShard(self._tier.location, f"{file} is missing") from error
+                raise self._broken(f"{file} is missing, {job.held(file)}") from error
             except OSError as error:
-                raise BrokenShard(self._tier.location, f"{file}: {error}") from error
+                raise self._broken(f"{file}: {error}, {job.held(file)}") from error
             expected = self._sizes.get(file, reader.size_bytes)
             if reader.size_bytes != expected:
-                raise BrokenShard(
-                    self._tier.location,
-                    f"{file} has {reader.size_bytes} bytes, it was saved with {expected}",
+                raise self._broken(
+                    f"{file} has {reader.size_bytes} bytes, it was saved with {expected}, "
+                    f"{job.held(file)}"
                 )
         return reader
 
-    def _read(
-        self, window: Window, targets: Sequence[Taker], digests: Sequence[Sequence[int]]
-    ) -> int:
-        reader = self.reader(window.file)
+    def _broken(self, why: str) -> BrokenShard:
+        return BrokenShard(self._tier.location, why)
+
+    def _read(self, window: Window, job: _Job) -> int:
+        reader = self._reader(window.file, job)
         stop = min(window.stop, reader.size_bytes)
         size = stop - window.start
         with borrowed() as bounce:
             memory = bounce if size <= len(bounce) else huge_buffer(size)
             try:
-                reader.read_into(window.start, memory[:size])
+                if size > 0:
+                    reader.read_into(window.start, memory[:size])
             except (EOFError, OSError) as error:
-                raise BrokenShard(self._tier.location, f"{window.file}: {error}") from error
+                names = listed(job.key(want) for want in window.wants)
+                raise self._broken(
+                    f"{window.file}: {error}, while reading bytes [{window.start}, {stop}) of "
+                    f"{names}"
+                ) from error
             for want in window.wants:
                 begin = want.payload_offset + want.start - window.start
                 data = memory[begin : begin + want.stop - want.start]
-                if len(data) != want.stop - want.start:
-                    raise BrokenShard(self._tier.location, f"{window.file} ends inside of an item")
-                self._check(window.file, want, data, digests[want.ticket])
-                targets[want.ticket].take(want, data)
-        return size
+                at, end = want.payload_offset + want.start, want.payload_offset + want.stop
+                if end > reader.size_bytes:
+                    raise self._broken(
+                        f"{window.file} has {reader.size_bytes} bytes and ends inside of "
+                        f"{job.key(want)}, of which bytes [{at}, {end}) are wanted"
+                    )
+                self._check(window.file, want, data, job)
+                job.targets[want.ticket].take(want, data)
+        return max(size, 0)
 
-    def _check(self, file: str, want: Want, data: memoryview, digests: Sequence[int]) -> None:
+    def _check(self, file: str, want: Want, data: memoryview, job: _Job) -> None:
+        digests = job.digests[want.ticket]
         if not digests:
             return
         first = want.start // want.block
         bad = first_bad_block(data, want.block, digests[first : first - (-len(data) // want.block)])
-        if bad is not None:
-            at = want.payload_offset + want.start + bad * want.block
-            raise BrokenShard(
-                self._tier.location, f"{file} fails its digest in the block at byte {at}"
-            )
+        if bad is None:
+            return
+        start = bad * want.block
+        block = data[start : start + want.block]
+        at = want.payload_offset + want.start + start
+        raise self._broken(
+            f"{file} fails its digest in the block at byte {at}: block {first + bad + 1} of "
+            f"{len(digests)} of {job.key(want)}, bytes [{at}, {at + len(block)}), was saved with "
+            f"{ALGORITHM} {digests[first + bad]:016x}, there is {digest(block):016x}"
+        )
 
     def close(self) -> None:
         """Close the files."""

@@ -1,12 +1,14 @@
 """Case 02: damaged files, and what may be loaded of them."""
 
 import os
+import re
 import shutil
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from behaviour_tools import cause_of, fails_with, save
+import xxhash
+from behaviour_tools import blank, cause_of, fails_with, save
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq import (
@@ -14,9 +16,12 @@ from dcp_checkfreq import (
     BrokenShard,
     CheckFreqLoadPlanner,
     CheckFreqReader,
+    CheckFreqWriter,
     Checkpointer,
+    NoValidCheckpoint,
     find_latest_valid,
 )
+from dcp_checkfreq.format import metadata as metadata_format
 
 KEYS = [f"w{n}" for n in range(6)]
 
@@ -206,3 +211,158 @@ def test_a_shard_of_another_checkpoint_under_the_right_name_is_noticed(tmp_path)
     shutil.copyfile(the_shard(tmp_path / "step_2"), the_shard(tmp_path / "step_1"))
     with fails_with(BrokenShard, "fails its digest"):
         dcp.load(full(0.0), storage_reader=CheckFreqReader(tmp_path / "step_1"))
+
+
+# --- what an error tells: key, file, block, bytes, expected and found ---
+
+
+def two_shards(tmp_path):
+    """Save ``first`` and ``second``, of 3 and 40 blocks; return the path and the items' places."""
+    state = {"first": torch.arange(10_000.0), "second": torch.arange(160_000.0)}
+    save(state, tmp_path)
+    content = (tmp_path / ".metadata").read_bytes()
+    metadata, record = metadata_format.load(content, str(tmp_path))
+    places = {
+        index.fqn: (info.relative_path, record.columns.payload_offset[number])
+        for number, (index, info) in enumerate(metadata.storage_data.items())
+    }
+    return state, places
+
+
+@pytest.mark.parametrize(("key", "block", "count"), [("first", 2, 3), ("second", 17, 40)])
+def test_a_damaged_block_is_told_by_key_file_block_bytes_and_both_digests(
+    tmp_path, key, block, count
+):
+    folder = tmp_path / "step_1"
+    state, places = two_shards(folder)
+    file, offset = places[key]
+    size = 16 << 10
+    start = offset + (block - 1) * size
+    stop = min(start + size, offset + state[key].numel() * 4)
+    with open(folder / file, "r+b") as shard:
+        shard.seek(start)
+        expected = xxhash.xxh3_64_hexdigest(shard.read(stop - start))
+        shard.seek(start + 5)
+        shard.write(b"\xff\xfe\xfd")
+        shard.seek(start)
+        found = xxhash.xxh3_64_hexdigest(shard.read(stop - start))
+    wanted = [
+        file,
+        repr(key),
+        f"block {block} of {count}",
+        f"bytes [{start}, {stop})",
+        expected,
+        found,
+        str(folder),
+    ]
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(blank(state), storage_reader=CheckFreqReader(folder))
+    with pytest.raises(NoValidCheckpoint) as refused:
+        Checkpointer(tmp_path, {"a": 1}, every=1).restore(depth="digest")
+    for text in wanted:
+        assert text in str(caught.value)
+    for text in wanted[:-1]:
+        assert text in str(refused.value)
+
+
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_cut_file_is_told_by_key_and_both_sizes(tmp_path, stock):
+    root = tmp_path / "step_1"
+    state = {"first": torch.arange(10_000.0), "second": torch.arange(20_000.0)}
+    writer = dcp.FileSystemWriter(root) if stock else CheckFreqWriter(root)
+    dcp.save(state, storage_writer=writer)
+    (shard,) = root.glob("*.distcp")
+    size = shard.stat().st_size
+    os.truncate(shard, size - 30_000)
+    with pytest.raises(CheckpointException) as caught:
+        dcp.load(blank(state), storage_reader=CheckFreqReader(root))
+    with pytest.raises(NoValidCheckpoint) as refused:
+        Checkpointer(tmp_path, {"a": 1}, every=1).restore()
+    for error in (caught.value, refused.value):
+        assert shard.name in str(error)
+        assert f"{size - 30_000} bytes" in str(error)
+        assert "'second'" in str(error)
+        if not stock:
+            assert f"saved with {size}" in str(error)
+
+
+def test_a_missing_file_is_told_by_the_keys_that_it_holds(tmp_path):
+    state = {f"layer.{n}": torch.ones(9) for n in range(7)}
+    save(state, tmp_path / "step_1")
+    (shard,) = (tmp_path / "step_1").glob("*.distcp")
+    shard.unlink()
+    text = f"{shard.name} is missing, it holds 'layer.0', 'layer.1', 'layer.2' and 4 more"
+    with fails_with(BrokenShard, text):
+        dcp.load(blank(state), storage_reader=CheckFreqReader(tmp_path / "step_1"))
+    with pytest.raises(NoValidCheckpoint, match=re.escape(text)):
+        Checkpointer(tmp_path, {"a": 1}, every=1).restore()
+
+
+# --- plain dcp.load: our type, although DCP swallows what read_metadata raises ---
+
+
+def damaged_records(tmp_path):
+    save(full(1.0), tmp_path / "ok")
+    content = (tmp_path / "ok" / ".metadata").read_bytes()
+    flipped = bytearray(content)
+    flipped[len(content) // 2] ^= 1
+    for name, text in {"cut": content[:-5], "empty": b"", "flipped": bytes(flipped)}.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / ".metadata").write_bytes(text)
+    (tmp_path / "none").mkdir()
+    return ["cut", "empty", "flipped", "none"]
+
+
+@pytest.mark.parametrize("planner", [None, "stock", "ours"])
+def test_plain_load_of_a_damaged_record_raises_our_type_and_touches_nothing(tmp_path, planner):
+    planners = {"stock": dcp.DefaultLoadPlanner, "ours": CheckFreqLoadPlanner}
+    reader = CheckFreqReader(tmp_path / "ok")
+    for name in damaged_records(tmp_path):
+        target = full(-100.0)
+        with pytest.raises(CheckpointException) as caught:
+            dcp.load(
+                target,
+                storage_reader=reader,
+                checkpoint_id=tmp_path / name,
+                planner=planners[planner]() if planner else None,
+            )
+        cause = cause_of(caught.value)
+        assert type(cause) is BrokenMetadata
+        assert str(tmp_path / name) in str(cause)
+        assert str(cause) in str(caught.value)
+        assert all(torch.equal(target[key], full(-100.0)[key]) for key in KEYS)
+    target = full(-100.0)
+    dcp.load(target, storage_reader=reader, checkpoint_id=tmp_path / "ok")
+    assert all(torch.equal(target[key], full(1.0)[key]) for key in KEYS)
+
+
+def test_whoever_reads_metadata_itself_gets_the_error_at_once(tmp_path):
+    for name in damaged_records(tmp_path):
+        reader = CheckFreqReader(tmp_path / name)
+        for _ in range(2):
+            with pytest.raises(BrokenMetadata):
+                reader.read_metadata()
+        with pytest.raises(BrokenMetadata):
+            CheckFreqReader(tmp_path / name).read_metadata(rank=0)
+
+
+def test_metadata_of_a_rank_that_is_damaged_is_named_itself(tmp_path):
+    (tmp_path / "__0.metadata").write_bytes(b"not a record")
+    with fails_with(BrokenMetadata) as caught:
+        dcp.load(full(0.0), storage_reader=CheckFreqReader(tmp_path))
+    assert "there is no .metadata" not in str(cause_of(caught.value))
+
+
+def test_a_reader_and_a_writer_tell_the_ids_of_load_and_save_as_stock_ones_do(tmp_path):
+    writer = CheckFreqWriter(tmp_path)
+    first = writer.save_id
+    assert writer.storage_meta().save_id == first
+    writer.reset(tmp_path)
+    assert writer.save_id != first
+    dcp.save(full(1.0), storage_writer=writer)
+    reader = CheckFreqReader(tmp_path)
+    loading = reader.load_id
+    metadata = reader.read_metadata()
+    assert metadata.storage_meta.load_id == loading
+    reader.reset()
+    assert reader.load_id != loading
