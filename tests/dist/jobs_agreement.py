@@ -317,8 +317,11 @@ class SlowAtTimes(ForwardingTier):
         return call()
 
 
-def tuned(root, rank, *, saves, collectives, wild=False, most_steps=4000):
-    """Train until so many saves have ended on this rank. Return k after every step."""
+def tuned(root, rank, *, saves, collectives, wild=False, most_steps=40_000):
+    """Train until so many saves have ended on this rank. Return k after every step.
+
+    A busy machine takes more steps for them: ``most_steps`` is there for one that gets nowhere.
+    """
     chance = random.Random(100 + rank)
     world = dist.get_world_size()
     halves = [dist.new_group([0, 1]), dist.new_group([2, 3])] if collectives else []

@@ -1,13 +1,17 @@
 """Starts `worker.py` as a gloo job of several processes and collects what its ranks say."""
 
+import atexit
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import uuid
 from pathlib import Path
 
-WORKER = Path(__file__).with_name("worker.py")
+SERVER = Path(__file__).with_name("rank_server.py")
+_servers = []  # the one that is running, if there is one
 
 
 def start(ranks, folder, jobs, *, expect_death=(), timeout_s=150):
@@ -19,35 +23,13 @@ def start(ranks, folder, jobs, *, expect_death=(), timeout_s=150):
     """
     run = folder / f"run-{uuid.uuid4().hex[:8]}"
     run.mkdir(parents=True)
-    processes = []
-    for rank in range(ranks):
-        environment = os.environ | {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank),
-            "WORLD_SIZE": str(ranks),
-            "MASTER_ADDR": "127.0.0.1",
-            "OMP_NUM_THREADS": "1",
-        }
-        command = [sys.executable, str(WORKER), str(run), str(folder), *jobs]
-        with open(run / f"{rank}.log", "wb") as log:
-            processes.append(
-                subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
-            )
-    try:
-        for process in processes:
-            process.wait(timeout_s)
-    except subprocess.TimeoutExpired:
-        pass
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    died = [rank for rank, process in enumerate(processes) if process.returncode]
+    codes = run_ranks(ranks, [str(run), str(folder), *jobs], run, timeout_s)
+    died = [rank for rank, code in enumerate(codes) if code]
     if died != list(expect_death):
         logs = "\n".join(
-            f"--- rank {rank}: exit {process.returncode}\n"
+            f"--- rank {rank}: exit {code}\n"
             + (run / f"{rank}.log").read_text(errors="replace")[-3000:]
-            for rank, process in enumerate(processes)
+            for rank, code in enumerate(codes)
         )
         raise AssertionError(f"ranks {died} died or hung\n{logs}")
     answers = {job: [] for job in jobs}
@@ -57,6 +39,50 @@ def start(ranks, folder, jobs, *, expect_death=(), timeout_s=150):
         for job in jobs:
             answers[job].append(said.get(job))
     return answers
+
+
+def run_ranks(ranks, arguments, folder, timeout_s):
+    """Run a process for each rank, with its output in ``folder``; return their exit codes."""
+    environment = os.environ | {
+        "WORLD_SIZE": str(ranks),
+        "MASTER_ADDR": "127.0.0.1",
+        "OMP_NUM_THREADS": "1",
+    }
+    server = the_server()
+    pids = []
+    try:
+        asked = [ranks, arguments, environment, str(folder), timeout_s]
+        server.stdin.write(json.dumps(asked) + "\n")
+        server.stdin.flush()
+        pids = json.loads(server.stdout.readline())
+        return json.loads(server.stdout.readline())
+    except BaseException:  # a timeout of the test: the next one shall find nothing of it
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        end_server()
+        raise
+
+
+def the_server():
+    if not _servers:
+        # what libraries read when they are imported is as it is for the ranks
+        environment = os.environ | {"OMP_NUM_THREADS": "1"}
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        _servers.append(
+            subprocess.Popen([sys.executable, str(SERVER)], env=environment, text=True, **pipes)
+        )
+        atexit.register(end_server)
+    return _servers[0]
+
+
+def end_server():
+    while _servers:
+        server = _servers.pop()
+        server.stdin.close()
+        server.kill()
+        server.wait()
+        server.stdout.close()
 
 
 def values(answers):
