@@ -10,9 +10,9 @@ of them act on it at the same one.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable, Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.crew import Crew, Task
 from dcp_checkfreq.errors import (
     CheckFreqError,
     PublishUnknown,
@@ -29,6 +30,7 @@ from dcp_checkfreq.errors import (
     SnapshotFailed,
 )
 from dcp_checkfreq.gate import Gate
+from dcp_checkfreq.leaving import lost, watch
 from dcp_checkfreq.planner import CheckFreqSavePlanner, FailingSavePlanner
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.tuner import Decision
@@ -134,11 +136,13 @@ class Saver:
         self._before_writing = before_writing
         self._after_publishing = after_publishing
         self._decide = decide
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="checkfreq-save")
+        self._crew = Crew(1, "checkfreq-save")  # one: collectives must not interleave
         self._planned: Structure | None = None  # of the state that the kept plan is for
         self._job: _Job | None = None
-        self._running: Future[None] | None = None
-        self._cleaning: Future[None] | None = None
+        self._running: Task[None] | None = None
+        self._cleaning: Task[None] | None = None
+        self._retiring: Task[None] | None = None
+        watch(self)
 
     # --- on the training thread ---
 
@@ -150,8 +154,8 @@ class Saver:
     @property
     def is_running(self) -> bool:
         """Whether something is going on in the background now."""
-        futures = (self._running, self._cleaning)
-        return any(future is not None and not future.done() for future in futures)
+        tasks = (self._running, self._cleaning, self._retiring)
+        return any(task is not None and not task.is_done for task in tasks)
 
     @property
     def is_copying(self) -> bool:
@@ -247,8 +251,11 @@ class Saver:
         self._start(_Job(step, measured, None), finish)
 
     def _start(self, job: _Job, work: Callable[[], None]) -> None:
-        self._job = job
-        self._running = self._thread.submit(self._run, job, work)
+        running = self._crew.start(functools.partial(self._run, job, work))
+        self._job, self._running = job, running  # it is begun: what follows cannot fail
+        if running.is_nobodys:
+            _log.warning("step %d is saved before training goes on: no thread can be had", job.step)
+            running.run()
 
     def _agreed_state(
         self, step: int, capture: Callable[[], Mapping[str, Any]], writer: CheckFreqWriter
@@ -296,13 +303,44 @@ class Saver:
         self._wait_for(self._cleaning)
 
     @staticmethod
-    def _wait_for(future: Future[None] | None) -> None:
-        if future is not None:
-            future.result()
+    def _wait_for(task: Task[None] | None) -> None:
+        if task is not None:
+            task.result()
 
     def close(self) -> None:
         """Wait for the save in flight and end the thread. May be called twice."""
-        self._thread.shutdown()
+        self.wait()
+        self._crew.close()
+
+    # --- when nobody calls any more ---
+
+    @property
+    def is_under_way(self) -> bool:
+        """Whether the process must not end now, or has not heard that a save has failed."""
+        return self.is_busy or self.is_running
+
+    def wait_at_exit(self) -> None:
+        """Wait like `wait`, and until what `retire` was given is done."""
+        self.wait()
+        self._wait_for(self._retiring)
+
+    def problem(self) -> BaseException | None:
+        """Return why the save failed that `ended` has not told of."""
+        ended = None if self._job is None else self._job.ended
+        return None if ended is None else ended.error
+
+    def retire(self, then: Callable[[], None]) -> None:
+        """Call ``then`` in the background when what is under way has ended; nobody will ask."""
+        self._retiring = self._crew.start(functools.partial(self._retire, then))
+        if self._retiring.is_nobodys:
+            self._retiring.run()
+
+    def _retire(self, then: Callable[[], None]) -> None:
+        problem = self.problem()
+        if problem is not None:
+            lost(problem)
+        self._job = None
+        then()
 
     # --- in the background ---
 
@@ -323,7 +361,7 @@ class Saver:
             if isinstance(job, _Save):
                 job.writer.close()
         if error is None and self._agree.rank == 0:  # it begins when this is through
-            self._cleaning = self._thread.submit(self._clean_up, job.step)
+            self._cleaning = self._crew.start(functools.partial(self._clean_up, job.step))
         try:
             self._meet(job, error)
         except BaseException as failed:  # noqa: BLE001
@@ -346,6 +384,7 @@ class Saver:
                 planner = FailingSavePlanner(error)
         if self._agree.rank == 0:
             self._before_writing()
+        job.writer.expect(self._agree.world_size)
         try:
             dcp_save(
                 dict(job.snapshot.state) if job.snapshot is not None else {},

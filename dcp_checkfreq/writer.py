@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
+import functools
 import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +24,7 @@ from torch.optim import Optimizer
 
 from dcp_checkfreq import version
 from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.errors import (
     CheckpointExists,
     PublishUnknown,
@@ -389,10 +390,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         if len(jobs) == 1:
             one(*jobs[0])
         elif jobs:
-            with ThreadPoolExecutor(self._threads, thread_name_prefix="checkfreq-write") as pool:
-                running = [pool.submit(one, *job) for job in jobs]
-            for job in running:
-                job.result()
+            with Crew(self._threads - 1, "checkfreq-write") as crew:  # and this thread
+                crew.run_all([functools.partial(one, *job) for job in jobs])
 
     def abandon(self) -> None:
         """Remove this rank's files of a save that is known to have failed.

@@ -13,6 +13,7 @@ PACKAGE = pathlib.Path(dcp_checkfreq.__file__).parent
 # The first entry that fits a module's path counts. A folder stands for all that is in it.
 LEVELS = {
     "errors": 0,
+    "crew": 0,
     "clock": 0,
     "garbage": 0,
     "version": 0,

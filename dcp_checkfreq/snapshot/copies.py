@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
+
+from dcp_checkfreq.crew import Crew
 
 _THREADS = 2  # they saturate the memory bus of the machines tried; more take cores from training
 _IN_THREADS_FROM_BYTES = 16 << 20
@@ -41,18 +41,12 @@ def copy_tensors(sources: Sequence[torch.Tensor], targets: Sequence[torch.Tensor
     if len(shares) == 1:
         _move(shares[0])
     else:
-        for job in [_threads().submit(_move, share) for share in shares]:
-            job.result()
+        _CREW.run_all([functools.partial(_move, share) for share in shares])
     return queued
 
 
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """Return threads that stay: starting one waits for it to run, while training is to go on."""
-    return ThreadPoolExecutor(_THREADS, thread_name_prefix="checkfreq-copy")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not live on in a child
+# Threads that stay: starting one waits for it to run, while training is to go on.
+_CREW = Crew(_THREADS - 1, "checkfreq-copy")  # the caller is one of them
 
 
 def _cut(target: int, source: int, size: int) -> Iterator[Span]:

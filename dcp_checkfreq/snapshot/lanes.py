@@ -7,15 +7,14 @@ started, as long as the tensors do not change before `before_update` has been ca
 from __future__ import annotations
 
 import functools
-import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, Protocol
 
 import torch
 
 from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.errors import SnapshotFailed
 from dcp_checkfreq.format.torch_private import versions_of
 from dcp_checkfreq.snapshot.copies import copy_tensors
@@ -105,50 +104,44 @@ class _Watched:
         )
 
 
-@functools.cache
-def _threads() -> ThreadPoolExecutor:
-    """Return threads that stay: starting one waits for it to run, while training is to go on."""
-    return ThreadPoolExecutor(_MOST_COPIES, thread_name_prefix="checkfreq-snapshot")
-
-
-os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not live on in a child
+# Threads that stay: starting one waits for it to run, while training is to go on.
+_CREW = Crew(_MOST_COPIES, "checkfreq-snapshot")
 
 
 class _ThreadCopy:
-    """Copies host memory in a background thread; an update has to wait for its end."""
+    """Copies host memory in a background thread; an update has to wait for its end.
+
+    Where no thread can be had, whoever waits for it copies.
+    """
 
     def __init__(self, copies: Sequence[Copy], clock: Clock) -> None:
         self._watched = _Watched(copies)
-        self._copies = copies
-        self._clock = clock
-        self._error: BaseException | None = None
-        self._done = threading.Event()
-        self.seconds_s = 0.0
-        _threads().submit(self._run)
-
-    def _run(self) -> None:
-        started_s = self._clock.monotonic_s()
-        try:
-            copy_tensors([one.source for one in self._copies], [one.target for one in self._copies])
-        except BaseException as error:  # noqa: BLE001  raised again in `wait`
-            self._error = error
-        self.seconds_s = self._clock.monotonic_s() - started_s
-        self._done.set()
+        self._copying = _CREW.start(functools.partial(_timed_copy, copies, clock))
 
     @property
     def is_done(self) -> bool:
-        return self._done.is_set()
+        return self._copying.is_done
+
+    @property
+    def seconds_s(self) -> float:
+        return self._copying.result()
 
     def before_update(self) -> None:
-        self._done.wait()
+        self._copying.problem()
         self._watched.allow_changes()
         self.wait()
 
     def wait(self) -> None:
-        self._done.wait()
-        if self._error is not None:
-            raise SnapshotFailed(f"copying failed: {self._error}") from self._error
+        error = self._copying.problem()
+        if error is not None:
+            raise SnapshotFailed(f"copying failed: {error}") from error
         self._watched.check()
+
+
+def _timed_copy(copies: Sequence[Copy], clock: Clock) -> float:
+    started_s = clock.monotonic_s()
+    copy_tensors([one.source for one in copies], [one.target for one in copies])
+    return clock.monotonic_s() - started_s
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import threading
 import weakref
@@ -87,7 +88,11 @@ class Snapshot:
             else:
                 future.set_result(self.state)
 
-        threading.Thread(target=wait, name="checkfreq-staged", daemon=True).start()
+        if not self.is_done:
+            with contextlib.suppress(RuntimeError):  # no thread can be had, here or now
+                threading.Thread(target=wait, name="checkfreq-staged", daemon=True).start()
+                return future
+        wait()
         return future
 
     @property

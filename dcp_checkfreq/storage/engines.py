@@ -9,12 +9,13 @@ from __future__ import annotations
 import ctypes
 import errno
 import fcntl
+import functools
 import os
 import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 
+from dcp_checkfreq.crew import Crew, Task
 from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, address_of, give_back, take
 
 ALIGN_BYTES = 4096  # covers every block size and DMA alignment in use
@@ -120,15 +121,17 @@ class _DirectWriter:
         self._batch_bytes = 0  # in self._vectors
         self._used = 0  # bytes of the bounce buffer in self._vectors or gathered
         self._gathered = 0  # bytes at the end of those, not in self._vectors yet
-        self._io = ThreadPoolExecutor(1, thread_name_prefix="checkfreq-io")
-        self._in_flight: deque[tuple[Future[int], memoryview]] = deque()
+        self._io = Crew(1, "checkfreq-io")
+        self._in_flight: deque[tuple[Task[int], memoryview]] = deque()
 
     def __enter__(self) -> _DirectWriter:
         return self
 
     def __exit__(self, *_: object) -> None:
         # Whatever happened: no write may be under way when the file and the buffers go.
-        self._io.shutdown(wait=True, cancel_futures=True)
+        for job, _bounce in self._in_flight:
+            job.cancel()
+        self._io.close()
         give_back(self._bounce)
         for _job, bounce in self._in_flight:
             give_back(bounce)
@@ -181,7 +184,7 @@ class _DirectWriter:
     def _flush(self) -> None:
         """Hand the batch to the I/O thread, and go on with another buffer."""
         self._close_gathered()
-        job = self._io.submit(write_all, self._fd, self._vectors, self._offset)
+        job = self._io.start(functools.partial(write_all, self._fd, self._vectors, self._offset))
         self._in_flight.append((job, self._bounce))
         self._offset += self._batch_bytes
         self._vectors, self._batch_bytes, self._used = [], 0, 0

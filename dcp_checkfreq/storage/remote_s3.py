@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
+from dcp_checkfreq.crew import Crew, Task
 from dcp_checkfreq.errors import BadLocation
 from dcp_checkfreq.storage import remote_obstore
 from dcp_checkfreq.storage.remote_errors import code_of, is_unsupported, lacks_a_reason
@@ -234,17 +235,18 @@ class S3Files(FsspecFiles):
             )
             return {"PartNumber": number, "ETag": answer["ETag"]}
 
-        sent: list[Future[dict[str, Any]]] = []
+        sent: list[Task[dict[str, Any]]] = []
         at_once = COPIED_PARTS_IN_FLIGHT
-        with ThreadPoolExecutor(at_once, thread_name_prefix="checkfreq-part") as pool:
+        with Crew(at_once, "checkfreq-part") as crew:
             try:
                 for number, part in enumerate(parts, start=1):
                     if len(sent) >= at_once:
                         sent[-at_once].result()
-                    sent.append(pool.submit(send, number, b"".join(part)))
+                    sent.append(crew.start(functools.partial(send, number, b"".join(part))))
                 done = [job.result() for job in sent]
             except BaseException:
-                pool.shutdown(cancel_futures=True)
+                for job in sent:
+                    job.cancel()
                 raise
         self.call(
             path,

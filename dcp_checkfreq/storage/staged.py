@@ -8,14 +8,15 @@ side, but for reads of shards that still lie here.
 from __future__ import annotations
 
 import errno
+import functools
 import os
 import re
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 
 import xxhash
 
+from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.format import names
 from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, huge_buffer
 from dcp_checkfreq.storage.local import LocalTier
@@ -111,14 +112,16 @@ class StagedTier:
         if len(shards) == 1:
             self._copy(shards[0], stop)
         else:
-            with ThreadPoolExecutor(threads, thread_name_prefix="checkfreq-upload") as pool:
-                running = [pool.submit(self._copy, shard, stop) for shard in shards]
+
+            def copy(shard: str) -> None:
                 try:
-                    for job in running:
-                        job.result()
+                    self._copy(shard, stop)
                 except BaseException:
                     stop.set()
                     raise
+
+            with Crew(threads - 1, "checkfreq-upload") as crew:  # and this thread
+                crew.run_all([functools.partial(copy, shard) for shard in shards])
         self.slow.sync()
         for shard in shards:
             self._note(shard)
@@ -210,21 +213,23 @@ class Upload:
 
     def __init__(self, work: Callable[[threading.Event], None]) -> None:
         self._stop = threading.Event()
-        self._pool = ThreadPoolExecutor(1, thread_name_prefix="checkfreq-uploading")
-        self._running: Future[None] = self._pool.submit(work, self._stop)
+        self._crew = Crew(1, "checkfreq-uploading")
+        self._running = self._crew.start(functools.partial(work, self._stop))
+        if self._running.is_nobodys:
+            self._running.run()
 
     def wait(self, at_most_s: float) -> bool:
         """Return whether it has ended; then `problem` is known."""
-        return bool(wait([self._running], at_most_s).done)
+        return self._running.wait(at_most_s)
 
     def problem(self) -> BaseException | None:
         """Return why it failed; None: the shards are durable on the slow side."""
-        return self._running.exception()
+        return self._running.problem()
 
     def close(self) -> None:
         """Stop it if it is under way, and wait for its end. May be called twice."""
         self._stop.set()
-        self._pool.shutdown(wait=True)
+        self._crew.close()
 
 
 def _pieces_of(reader: RangeReader, stop: threading.Event) -> Iterator[memoryview]:
