@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import datetime
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import TypeVar
 
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_checkfreq.errors import RankLost
+from dcp_checkfreq.leaving import wait_for_all
 
 T = TypeVar("T")
 V = TypeVar("V")
@@ -35,11 +37,16 @@ class Agreement:
                 backend="gloo", timeout=datetime.timedelta(seconds=timeout_s)
             )
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+            _finish_before_groups_go()
 
     @property
     def is_alone(self) -> bool:
         """Whether there is no process group."""
         return self.group is None
+
+    def is_gone(self) -> bool:
+        """Whether the process group was destroyed by others, and with it this one."""
+        return self.group is not None and not dist.is_initialized()
 
     def decide(self, on_rank_0: Callable[[], T]) -> T:
         """Call ``on_rank_0`` on rank 0 and return its result on all ranks, or raise its error.
@@ -123,3 +130,20 @@ class Agreement:
         if self.group is not None and dist.is_initialized():
             dist.destroy_process_group(self.group)
         self.group = None
+
+
+@functools.cache
+def _finish_before_groups_go() -> None:
+    """Let `destroy_process_group` wait for what is under way: without groups it would be lost.
+
+    Scripts end with that call, torch tells nobody of it, and a save needs its group to the end.
+    """
+    original = dist.destroy_process_group
+
+    @functools.wraps(original)
+    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
+        if group is None or group == dist.group.WORLD:
+            wait_for_all()
+        original(group)
+
+    dist.destroy_process_group = destroy_process_group

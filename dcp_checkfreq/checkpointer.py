@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import os
 import signal
 import uuid
+import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -25,6 +27,7 @@ from dcp_checkfreq.errors import (
     TooManyFailures,
 )
 from dcp_checkfreq.gate import Gate
+from dcp_checkfreq.leaving import close_at_exit
 from dcp_checkfreq.local_copies import LocalCopies
 from dcp_checkfreq.own_steps import OwnSteps
 from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, facts_of, tuned_pacer
@@ -244,6 +247,22 @@ class Checkpointer:
         self.step = 0
         self.last_saved_step: int | None = None
         self.failures_in_a_row = 0
+        self._is_closed = close_at_exit(self, Checkpointer.close)
+        self._if_dropped = weakref.finalize(
+            self, _give_up, os.getpid(), self._guard, self._stopping, self._saver, self._release()
+        )
+        self._if_dropped.atexit = False  # before that it is closed
+
+    def _release(self) -> Callable[[], None]:
+        """Return what gives back what others wait for; it must not keep this object alive."""
+        lease, agree = self._lease, self._agree
+
+        def release() -> None:
+            if agree.rank == 0:
+                lease.release()
+            agree.close()
+
+        return release
 
     @property
     def interval_steps(self) -> int | None:
@@ -385,9 +404,10 @@ class Checkpointer:
         # The interval before the second save holds the first one, whose buffers were cold.
         is_first = self._saves_begun < 2
         gpu_bytes = self._state.gpu_memory_bytes() if profile else (0, 0)
+        times = self._times  # what is in flight does not keep this object alive
 
         def facts() -> Facts:
-            return facts_of(self._times.resolve(laps), measured, gpu_bytes, is_first=is_first)
+            return facts_of(times.resolve(laps), measured, gpu_bytes, is_first=is_first)
 
         self._saver.begin(
             self.step,
@@ -404,14 +424,14 @@ class Checkpointer:
 
     def _finish(self, unfinished: Unfinished) -> None:
         """Upload and publish in the background what was restored from the local disks."""
-        copies = self._copies
+        copies, clock, lease = self._copies, self._clock, self._lease
         assert copies is not None
         measured = self._measured = Measured(self._pacer.mode)
 
         def finish() -> None:
-            begun_s = self._clock.monotonic_s()
-            copies.finish(unfinished, self._lease.renew_quietly)
-            measured.persist_s = self._clock.monotonic_s() - begun_s
+            begun_s = clock.monotonic_s()
+            copies.finish(unfinished, lease.renew_quietly)
+            measured.persist_s = clock.monotonic_s() - begun_s
 
         self._saver.begin_finishing(unfinished.record.step, finish, measured)
 
@@ -486,15 +506,15 @@ class Checkpointer:
         if self._closed:
             return
         self._closed = True
+        self._is_closed()
+        self._if_dropped.detach()
         try:
             self._finish_in_flight(must_raise=True)
         finally:
             self._saver.close()
             self._guard.close()
             self._stopping.close()
-            if self._agree.rank == 0:
-                self._lease.release()
-            self._agree.close()
+            self._release()()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -519,6 +539,16 @@ def _told(save: SaveRecord) -> str:
         f"({save.mode}), published {save.persist_s:.3f} s later; training was held up for "
         f"{save.blocked_s + save.waited_s:.3f} s"
     )
+
+
+def _give_up(
+    pid: int, guard: Guard, stopping: Stopping, saver: Saver, release: Callable[[], None]
+) -> None:
+    """Do what `Checkpointer.close` would have done for one that was dropped; nothing waits."""
+    if pid == os.getpid():
+        guard.close()
+        stopping.close()
+        saver.retire(release)
 
 
 def _published(own_steps: OwnSteps, pacer: Pacer) -> Callable[[int], None]:

@@ -89,6 +89,12 @@ def close_at_exit(owner: T, close: Callable[[T], None]) -> Callable[[], None]:
     return forget
 
 
+def wait_for_all() -> None:
+    """Wait for what is under way now."""
+    for one in _process.under_way():
+        one.wait_at_exit()
+
+
 def lost(error: BaseException) -> None:
     """Say that nobody was left to hear of this: the exit code will not be 0."""
     _hook()

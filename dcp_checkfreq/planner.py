@@ -78,6 +78,12 @@ class _KeptGlobalPlan:
     metadata: Metadata
 
 
+GROUP_IS_GONE = (
+    "the process group was destroyed while ranks were saving. Close the Checkpointer, or leave its "
+    "with block, before destroy_process_group()"
+)
+
+
 class CheckFreqSavePlanner(DefaultSavePlanner):
     """DCP's default plans, kept while the structure of the state is unchanged.
 
@@ -108,6 +114,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self._streams: dict[str, io.BytesIO] = {}
         self._check_tensors = True
         self._is_partial = False
+        self._ranks: int | None = None
         self._where = self._name = ""
 
     @property
@@ -123,6 +130,10 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
     def expect_partial(self, is_partial: bool) -> None:
         """Say whether the next state has meta tensors in place of what other ranks write."""
         self._is_partial = is_partial
+
+    def expect_ranks(self, ranks: int) -> None:
+        """Say how many ranks save together. DCP takes a rank for alone once its group is gone."""
+        self._ranks = ranks
 
     def check_tensors_once(self) -> None:
         """Compare replicated tensors between ranks at the next save. Call it on all ranks."""
@@ -178,8 +189,10 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         Raises:
             ReplicasDiffer: values that are kept once differ between ranks.
             PlanCacheStale: a rank relies on a plan that this one does not have.
-            SaveFailed: the ranks are in different saves.
+            SaveFailed: the ranks are in different saves, or some are missing.
         """
+        if self._ranks not in (None, len(all_plans)):
+            raise SaveFailed(self._where, GROUP_IS_GONE)
         facts: list[_Facts] = [plan.planner_data for plan in all_plans]
         saving = sorted({fact.name for fact in facts})
         if len(saving) > 1:

@@ -31,7 +31,7 @@ from dcp_checkfreq.errors import (
 )
 from dcp_checkfreq.gate import Gate
 from dcp_checkfreq.leaving import lost, watch
-from dcp_checkfreq.planner import CheckFreqSavePlanner, FailingSavePlanner
+from dcp_checkfreq.planner import GROUP_IS_GONE, CheckFreqSavePlanner, FailingSavePlanner
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.tuner import Decision
 from dcp_checkfreq.snapshot.guard import Guard
@@ -142,6 +142,7 @@ class Saver:
         self._running: Task[None] | None = None
         self._cleaning: Task[None] | None = None
         self._retiring: Task[None] | None = None
+        planner.expect_ranks(agree.world_size)
         watch(self)
 
     # --- on the training thread ---
@@ -384,7 +385,8 @@ class Saver:
                 planner = FailingSavePlanner(error)
         if self._agree.rank == 0:
             self._before_writing()
-        job.writer.expect(self._agree.world_size)
+        if self._agree.is_gone():
+            raise RankLost(job.writer.checkpoint_id, GROUP_IS_GONE)
         try:
             dcp_save(
                 dict(job.snapshot.state) if job.snapshot is not None else {},
@@ -398,13 +400,14 @@ class Saver:
             if not isinstance(cause, PublishUnknown):
                 job.writer.abandon()
             raise cause from failed
-        except RuntimeError as failed:  # of the collectives
+        except (RuntimeError, ValueError) as failed:  # of the collectives
+            if not isinstance(failed, RuntimeError) and not self._agree.is_gone():
+                raise
             if self._agree.rank == 0:
                 job.writer.abandon()  # no one but this writer could have published it
-            raise RankLost(
-                job.writer.checkpoint_id,
-                f"another rank did not answer; its own log says why ({failed})",
-            ) from failed
+            why = f"another rank did not answer; its own log says why ({failed})"
+            is_gone = self._agree.is_gone()
+            raise RankLost(job.writer.checkpoint_id, GROUP_IS_GONE if is_gone else why) from failed
         self._upload(job.step, job.writer)
         copied_s = max(job.started_s, job.begun_s + measured.copy_s)
         measured.persist_s = max(0.0, self._clock.monotonic_s() - copied_s)

@@ -36,6 +36,7 @@ from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.envelope import Envelopes
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.publish.assemble import assemble
+from dcp_checkfreq.publish.in_flight import InFlight, told
 from dcp_checkfreq.publish.phases import Event, Phase, advance, may_delete
 from dcp_checkfreq.publish.publisher import publish
 from dcp_checkfreq.publish.turn import Turn
@@ -131,6 +132,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._may_replace = may_replace
         self._stager = Stager(clock=clock)
         self._turn = Turn()
+        self.in_flight = InFlight()
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -187,7 +189,9 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         """
         if self._phase is not Phase.IDLE:
             self.reset()  # DCP itself calls it only when it is given a checkpoint_id
-        self._stager.handed_to(self._turn.take())
+        worker = self._turn.take()
+        self._stager.handed_to(worker)
+        self.in_flight.taken_up(worker)
         if not kwargs.get("use_collectives", True):
             raise UnsupportedOption(
                 "use_collectives=False",
@@ -209,6 +213,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._world_size = len(plans)
         return plans
 
+    @told(ends=lambda writer: not writer._is_coordinator)
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items. On return they are durable, under names nobody knows yet.
 
@@ -260,6 +265,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         with collector_held():
             return report(plan, items, placements, self._files)
 
+    @told()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint. Called on the coordinator, after every rank has succeeded.
 
@@ -439,6 +445,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         It may be changed as soon as this returns, but for what ``overlap`` names: that may be
         changed by these optimizers' `step`, or when the future that is then returned is done.
         """
+        in_flight = self.in_flight.next(self._tier.location)
         if not self._overlap:
             return self._stager.stage(state_dict)
         guards = [guard_of(optimizer) for optimizer in self._overlap]
@@ -446,7 +453,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         snapshot = self._stager.begin(self.survey(state_dict), guarded=addresses)
         for guard in guards:
             guard.arm(snapshot)
-        return snapshot.when_done()
+        return in_flight.staged_by(snapshot.when_done())
 
     def survey(self, state: Mapping[str, Any]) -> Survey:
         """Look at a state, to begin a snapshot of it; see `Stager.survey`."""

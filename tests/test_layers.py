@@ -14,6 +14,7 @@ PACKAGE = pathlib.Path(dcp_checkfreq.__file__).parent
 LEVELS = {
     "errors": 0,
     "crew": 0,
+    "leaving": 0,
     "clock": 0,
     "garbage": 0,
     "version": 0,

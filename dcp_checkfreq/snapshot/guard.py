@@ -59,14 +59,14 @@ class Guard:
         raise_errors: bool = False,
         around_update: GuardTimes | None = None,
     ) -> None:
-        self._optimizers = list(optimizers)
         self._raise_errors = raise_errors
         self._times = around_update
         self._snapshot: Guarded | None = None
-        self._stepped: set[Optimizer] = set()  # since the last snapshot
+        # Since the last snapshot. Weak, as the hooks of an optimizer keep its guard alive.
+        self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks = [
             remove
-            for optimizer in self._optimizers
+            for optimizer in optimizers
             for remove in (
                 optimizer.register_step_pre_hook(self._before),
                 optimizer.register_step_post_hook(self._after),
