@@ -120,7 +120,11 @@ class PreemptionWatch:
         return self._deadline_s
 
     def start(self) -> None:
-        """Install the handlers and watch. In the main thread, or without handlers of its own."""
+        """Install the handlers and watch. In the main thread, or without handlers of its own.
+
+        Raises:
+            RuntimeError: no thread can be had. It is closed.
+        """
         if self._thread is not None or self._closing.is_set():
             return
         if threading.current_thread() is threading.main_thread():
@@ -130,10 +134,16 @@ class PreemptionWatch:
                 "signals cannot be handled outside of the main thread: this process will stop "
                 "at the signal of another rank only"
             )
-        if self._others is not None:
-            self._others.start()
-        self._thread = threading.Thread(target=self._watch, name="checkfreq-preempt", daemon=True)
-        self._thread.start()
+        thread = threading.Thread(target=self._watch, name="checkfreq-preempt", daemon=True)
+        try:
+            thread.start()
+            self._thread = thread
+            if self._others is not None:
+                self._others.start()
+        except RuntimeError:  # no thread can be had
+            self.close()
+            self._signals.restore()
+            raise
 
     def taken_up(self) -> None:
         """On the training thread: `stop_at` was seen, the deadline is the caller's from now on."""
@@ -266,7 +276,8 @@ class _Others:
     def join(self) -> None:
         """End the thread, unless it hangs in the store. After ``closing`` was set."""
         self._orders.put(None)
-        self._thread.join(_JOIN_S)
+        if self._thread.ident is not None:
+            self._thread.join(_JOIN_S)
 
     def _talk(self) -> None:
         try:

@@ -73,11 +73,11 @@ class Stopping:
         self._signals, self._grace_s, self._key = tuple(signals), grace_s, key
         self._watch: PreemptionWatch | None = None
 
-    def watch(self, owner: Owner) -> PreemptionWatch:
-        """Return the watch for signals, started if this is the first call."""
+    def watch(self, owner: Owner) -> None:
+        """Watch for signals from now on, if that is not done yet."""
         if self._watch is not None:
-            return self._watch
-        self._watch = PreemptionWatch(
+            return
+        watch = PreemptionWatch(
             self._gate,
             rank=self._agree.rank,
             world_size=self._agree.world_size,
@@ -88,10 +88,12 @@ class Stopping:
             clock=self._clock,
             describe=functools.partial(_said_of, weakref.ref(owner)),
         )
-        # Its threads must not keep alive what a script has dropped without closing it.
-        weakref.finalize(owner, self._watch.close).atexit = False
-        self._watch.start()
-        return self._watch
+        try:
+            watch.start()
+        except RuntimeError as error:
+            _log.warning("signals are not noticed before the next step: %s", error)
+        else:
+            self._watch = watch
 
     def is_due(self, step: int) -> bool:
         """Tell whether to stop after this step; so do all ranks at the same one."""

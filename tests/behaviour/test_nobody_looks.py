@@ -1,6 +1,5 @@
 """Case 17: a failed background save is told even if nobody asks."""
 
-import concurrent.futures
 import logging
 import subprocess
 import sys
@@ -16,7 +15,7 @@ def test_a_failed_save_is_logged_when_it_happens_not_when_someone_asks(caplog):
     tier = FaultyTier(MemoryTier(), [Fault(verb="write_shard", error=28)])
     with caplog.at_level(logging.ERROR), Checkpointer(tier, {"w": torch.ones(2)}, every=1) as ckpt:
         ckpt.after_step()
-        concurrent.futures.wait([ckpt._saver._running], 60)
+        ckpt._saver._running.wait(60)
         told = caplog.text
         ckpt.wait()
     assert "step 1 was not saved" in told

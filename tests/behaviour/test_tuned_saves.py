@@ -46,7 +46,7 @@ def train(ckpt, clock, steps):
         ckpt.after_step()
         if ckpt._saver.is_busy:
             before_s = clock.monotonic_s()
-            ckpt._saver._running.result(60)
+            ckpt._saver._running.wait(60)
             assert clock.monotonic_s() - before_s <= PERSIST_S
 
 

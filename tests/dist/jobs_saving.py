@@ -1,6 +1,5 @@
 """Jobs: kept plans, failures, roots."""
 
-import concurrent.futures
 import contextlib
 import datetime
 import errno
@@ -219,7 +218,7 @@ def errors_come_at_the_same_step(shared):
         store.set("rank 1 is held", "yes")
     store.wait(["rank 1 is held"])
     if rank == 0:
-        concurrent.futures.wait([ckpt._saver._running], 20)
+        ckpt._saver._running.wait(20)
     raised_at = None
     for _ in range(8):
         if rank == 1 and ckpt.step == 6:

@@ -1,0 +1,65 @@
+"""Runs scripts as the main program of processes of their own, for the price of one import of torch.
+
+Each is forked off one process that has imported everything and started nothing. It ends like any
+script: by its last line and the whole shutdown of the interpreter.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+DRIVER = """
+import json, os, sys, time
+import torch, torch.distributed.checkpoint, dcp_checkfreq, dcp_checkfreq.data, dcp_checkfreq.testing
+torch.set_num_threads(1)
+torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()  # imports much more at its first use
+folder, at_most_s = sys.argv[1], float(sys.argv[2])
+with open(folder + "/scripts.json") as file:
+    scripts = json.load(file)
+script, codes = "", {}
+for name, text in scripts.items():
+    pid = os.fork()
+    if not pid:
+        out = os.open(f"{folder}/{name}.out", os.O_WRONLY | os.O_CREAT)
+        os.dup2(out, 1), os.dup2(out, 2)
+        sys.argv = [name, f"{folder}/{name}"]
+        script = text
+        break
+    end_s = time.monotonic() + at_most_s
+    ended = 0
+    while not ended and time.monotonic() < end_s:
+        ended, status = os.waitpid(pid, os.WNOHANG)
+        time.sleep(0.01)
+    if ended:
+        codes[name] = os.waitstatus_to_exitcode(status)
+    else:
+        os.kill(pid, 9), os.waitpid(pid, 0)
+        codes[name] = None
+else:
+    with open(folder + "/codes.json", "w") as file:
+        json.dump(codes, file)
+exec(compile(script, "script", "exec"))
+"""
+
+
+def run_scripts(scripts, folder, *, at_most_s=60):
+    """Run ``{name: text}`` one after the other; return ``{name: (exit code, output)}``.
+
+    A script finds a path for its files in ``sys.argv[1]``: ``folder/name``. An exit code of None
+    is that of one that did not end.
+    """
+    folder = Path(folder)
+    (folder / "scripts.json").write_text(json.dumps(scripts))
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", DRIVER, str(folder), str(at_most_s)],
+        capture_output=True,
+        text=True,
+        timeout=60 + at_most_s * len(scripts),
+        check=False,
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    codes = json.loads((folder / "codes.json").read_text())
+    return {name: (codes[name], (folder / f"{name}.out").read_text()) for name in scripts}
