@@ -16,7 +16,7 @@ from dcp_checkfreq.publish.publisher import publish
 from dcp_checkfreq.recovery.scan import check_digests
 from dcp_checkfreq.recovery.unfinished import Unfinished, find_unfinished
 from dcp_checkfreq.storage.staged import StagedTier, Upload
-from dcp_checkfreq.storage.staging_area import ROOT_ID, LocalFolder
+from dcp_checkfreq.storage.staging_area import ROOT_ID, LocalFolder, read_root_id
 from dcp_checkfreq.storage.tier import Tier
 from dcp_checkfreq.uploading import upload_and_publish
 
@@ -149,10 +149,8 @@ def look(root: StagedTier) -> list[LocalFolder]:
 
 
 def _known_root_id(slow: Tier) -> str:
-    try:
-        return slow.child(names.RUN_FOLDER).read(ROOT_ID).decode(errors="replace")
-    except FileNotFoundError:
-        return _UNKNOWN
+    known = read_root_id(slow.child(names.RUN_FOLDER))
+    return _UNKNOWN if known is None else known
 
 
 def _root_id(slow: Tier) -> str:

@@ -178,7 +178,7 @@ class CheckFreqReader(StorageReader):
     def _read_metadata(self, rank: int | None) -> tuple[Metadata, Record | None]:
         name = names.METADATA if rank is None else f"__{rank}{names.METADATA}"
         try:
-            content = self._tier.read(name)
+            content = metadata_format.content_of(self._tier, name)
         except FileNotFoundError as error:
             raise BrokenMetadata(self._tier.location, f"there is no {name}") from error
         except OSError as error:

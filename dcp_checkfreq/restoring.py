@@ -17,7 +17,6 @@ from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.errors import BrokenShard, RankLost, SaveFailed
 from dcp_checkfreq.format import metadata as metadata_format
-from dcp_checkfreq.format import names
 from dcp_checkfreq.local_copies import LocalCopies
 from dcp_checkfreq.planner import CheckFreqLoadPlanner
 from dcp_checkfreq.reader import CheckFreqReader
@@ -236,7 +235,7 @@ class Restorer:
         folder = self._root.child(name)
 
         def content() -> bytes:
-            return folder.read(names.METADATA) if local is None else local.content
+            return metadata_format.content_of(folder) if local is None else local.content
 
         # Read once for all ranks: on shared file systems others might not see it yet.
         known = self._agree.decide(lambda: metadata_format.load(content(), folder.location))

@@ -92,11 +92,18 @@ def decode(text: str) -> StoredProfile:
         body = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"profile: not JSON: {error}") from error
+    try:
+        return _decoded(body)
+    except (ArithmeticError, RecursionError) as error:  # numbers beyond floats, lists in lists
+        raise ValueError(f"profile: not one of ours: {error}") from error
+
+
+def _decoded(body: object) -> StoredProfile:
     if not isinstance(body, dict):
         raise ValueError("profile: not a JSON object")
     version = body.get("version")
     if type(version) is not int or version != FORMAT_VERSION:
-        raise ValueError(f"profile: version {version!r}, this program reads {FORMAT_VERSION}")
+        raise ValueError(f"profile: version {_short(version)}, this program reads {FORMAT_VERSION}")
     digest = body.pop("digest", None)
     if digest != _digest(body):
         raise ValueError("profile: the digest does not fit, it was damaged or edited")
@@ -117,9 +124,9 @@ def _profile_of(body: Mapping[str, object]) -> StoredProfile:
     _expect_keys(costs, {field.name for field in fields(Costs)}, "costs")
     mark = body["fingerprint"]
     if not (isinstance(mark, str) and len(mark) == 64 and set(mark) <= _HEX):
-        raise ValueError(f"profile: {mark!r} is no fingerprint")
+        raise ValueError(f"profile: {_short(mark)} is no fingerprint")
     if body["mode"] not in [mode.value for mode in Mode]:
-        raise ValueError(f"profile: mode {body['mode']!r}")
+        raise ValueError(f"profile: mode {_short(body['mode'])}")
     max_overhead = _seconds(body, "max_overhead")
     if not 0 < max_overhead <= 1:
         raise ValueError(f"profile: max_overhead {max_overhead} is outside (0, 1]")
@@ -131,7 +138,7 @@ def _profile_of(body: Mapping[str, object]) -> StoredProfile:
         raise ValueError(f"profile: interval_steps {k} is outside [1, {MAX_INTERVAL_STEPS}]")
     confirmed = body["confirmed"]
     if not isinstance(confirmed, bool):
-        raise ValueError(f"profile: confirmed is {confirmed!r}, not true or false")
+        raise ValueError(f"profile: confirmed is {_short(confirmed)}, not true or false")
     mode = Mode(body["mode"])
     on_gpu = costs["snapshot_gpu_s"]
     if mode is Mode.GPU and on_gpu is None:
@@ -158,23 +165,27 @@ def _profile_of(body: Mapping[str, object]) -> StoredProfile:
 def _expect_keys(body: Mapping[str, object], wanted: set[str], what: str) -> None:
     if set(body) != wanted:
         odd = sorted(set(body) ^ wanted)
-        raise ValueError(f"{what}: missing or unknown: {', '.join(map(repr, odd[:5]))}")
+        raise ValueError(f"{what}: missing or unknown: {', '.join(map(_short, odd[:5]))}")
 
 
 def _seconds(body: Mapping[str, object], name: str) -> float:
     value = body[name]
     if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise ValueError(f"profile: {name} is {value!r}, not a number")
+        raise ValueError(f"profile: {name} is {_short(value)}, not a number")
     if not (math.isfinite(value) and value >= 0):
-        raise ValueError(f"profile: {name} is {value!r}, not a finite number of at least 0")
+        raise ValueError(f"profile: {name} is {_short(value)}, not a finite number of at least 0")
     return float(value)
 
 
 def _whole(body: Mapping[str, object], name: str) -> int:
     value = body[name]
     if type(value) is not int or value < 0:
-        raise ValueError(f"profile: {name} is {value!r}, not a whole number of at least 0")
+        raise ValueError(f"profile: {name} is {_short(value)}, not a whole number of at least 0")
     return value
+
+
+def _short(value: object) -> str:
+    return repr(value)[:80]
 
 
 def _plain(value: object) -> object:

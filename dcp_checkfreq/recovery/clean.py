@@ -77,7 +77,7 @@ def named_files(folder: Tier) -> set[str] | None:
     None if it cannot be read: then nothing is known of the files, and none may go.
     """
     try:
-        metadata, _ = metadata_format.load(folder.read(names.METADATA), folder.location)
+        metadata, _ = metadata_format.load(metadata_format.content_of(folder), folder.location)
     except FileNotFoundError:
         return set()
     except LoadFailed:

@@ -8,15 +8,20 @@ from __future__ import annotations
 import dataclasses
 import json
 import logging
+import math
 import os
 import socket
 from dataclasses import asdict, dataclass
 
 from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.format.names import LEASE, RUN_FOLDER, new_attempt
-from dcp_checkfreq.storage.tier import Tier
+from dcp_checkfreq.format.texts import is_text
+from dcp_checkfreq.storage.tier import OddFile, Tier, read_small
 
 _log = logging.getLogger(__name__)
+
+_LONGEST_BYTES = 16 << 10
+_LARGEST_PID = 1 << 31
 
 TTL_S = 1800.0  # a run that has not saved for this long no longer holds others back
 
@@ -50,6 +55,22 @@ def is_live(
     if lease.host == host:
         return pid_alive
     return abs(now_s - lease.renewed_s) < TTL_S
+
+
+def parse_lease(content: bytes) -> RunLease | None:
+    """Return the lease that a file holds; None for anything that is none. Pure."""
+    try:
+        fields = json.loads(content)
+        lease = RunLease(**fields)
+        renewed_s = float(lease.renewed_s)
+    except (ValueError, TypeError, ArithmeticError, RecursionError):
+        return None
+    texts = (lease.run_id, lease.host, lease.started)
+    if not all(is_text(text) for text in texts) or type(lease.pid) is not int:
+        return None
+    if not (0 < lease.pid <= _LARGEST_PID and math.isfinite(renewed_s)):
+        return None
+    return dataclasses.replace(lease, renewed_s=renewed_s)
 
 
 class LeaseFile:
@@ -108,10 +129,10 @@ class LeaseFile:
 
     def _read(self) -> RunLease | None:
         try:
-            lease = RunLease(**json.loads(self._tier.read(LEASE)))
-            return dataclasses.replace(lease, renewed_s=float(lease.renewed_s))
-        except (FileNotFoundError, ValueError, TypeError):
-            return None  # no lease, or one that says nothing
+            content = read_small(self._tier, LEASE, at_most_bytes=_LONGEST_BYTES)
+        except (FileNotFoundError, IsADirectoryError, OddFile):
+            return None
+        return parse_lease(content)
 
 
 def _is_alive(lease: RunLease) -> bool:

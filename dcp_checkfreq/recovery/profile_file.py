@@ -5,8 +5,8 @@ from __future__ import annotations
 import logging
 
 from dcp_checkfreq.format.names import RUN_FOLDER, new_attempt, profile_file
-from dcp_checkfreq.policy.profile import StoredProfile, decode, encode
-from dcp_checkfreq.storage.tier import Tier
+from dcp_checkfreq.policy.profile import LONGEST_TEXT, StoredProfile, decode, encode
+from dcp_checkfreq.storage.tier import Tier, read_small
 
 _log = logging.getLogger(__name__)
 
@@ -24,7 +24,8 @@ class ProfileFiles:
         """Return the profile of the job with this fingerprint; None if there is no good one."""
         name = profile_file(fingerprint)
         try:
-            profile = decode(self._folder.read(name).decode())
+            content = read_small(self._folder, name, at_most_bytes=LONGEST_TEXT)
+            profile = decode(content.decode())
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:

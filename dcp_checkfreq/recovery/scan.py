@@ -91,10 +91,12 @@ def newest_whole(
 def examine(folder: Tier, name: str, step: int) -> StepRecord:
     """Return the record of one step folder, as `scan` does. A missing folder is not published."""
     try:
-        content = folder.read(names.METADATA)
+        content = metadata_format.content_of(folder)
     except FileNotFoundError:
         reason = "not published: there is no .metadata"
         return StepRecord(name=name, step=step, problem=reason, published=False)
+    except LoadFailed as error:
+        return StepRecord(name=name, step=step, problem=error.why)
     record, problem = None, None
     try:
         metadata, record = metadata_format.load(content, folder.location)
@@ -105,7 +107,8 @@ def examine(folder: Tier, name: str, step: int) -> StepRecord:
 
 
 def _wrong_size(entries: Sequence[Entry], metadata: Metadata, record: Record | None) -> str | None:
-    sizes = {entry.name: entry.size_bytes for entry in entries if not entry.is_folder}
+    files = [entry for entry in entries if not entry.is_folder and not entry.is_special]
+    sizes = {entry.name: entry.size_bytes for entry in files}
     if record is not None:
         for file, size in record.files.items():
             if file not in sizes:
@@ -154,7 +157,7 @@ def check_digests(
     """
     try:
         if content is None:
-            content = folder.read(names.METADATA)
+            content = metadata_format.content_of(folder)
         metadata, record = metadata_format.load(content, folder.location)
         if record is None:
             return None

@@ -86,28 +86,42 @@ class Fetcher:
             BrokenShard: a file is missing or short, or a block fails its digest. That block and
                 those after it in its read did not reach a target; others may have.
         """
-        planned = windows(wants, max_bytes=BOUNCE_BYTES, max_gap_bytes=MAX_GAP_BYTES)
-        files = {window.file for window in planned}
         job = _Job(wants, targets, digests, keys)
-
-        def open_checked(file: str) -> RangeReader:
-            return self._reader(file, job)
+        self._check_ends(job)
+        planned = windows(wants, max_bytes=BOUNCE_BYTES, max_gap_bytes=MAX_GAP_BYTES)
 
         def read(window: Window) -> int:
             return self._read(window, job)
 
         if len(planned) <= 1 or self._threads == 1:
-            for file in files:
-                open_checked(file)
             return sum(map(read, planned))
         with ThreadPoolExecutor(self._threads, thread_name_prefix="checkfreq-read") as pool:
-            list(pool.map(open_checked, files))  # all sizes are right before a byte is read
             running = [pool.submit(read, window) for window in planned]
             try:
                 return sum(job.result() for job in running)
             except BaseException:
                 pool.shutdown(cancel_futures=True)
                 raise
+
+    def _check_ends(self, job: _Job) -> None:
+        """Make sure that all files have the right size, and enough bytes, before one is read.
+
+        Before wants are planned, too: one of an absurd size would be cut into as many parts.
+        """
+        files = list({want.file for want in job.wants if want.start < want.stop})
+        if len(files) <= 1 or self._threads == 1:
+            readers = [self._reader(file, job) for file in files]
+        else:
+            with ThreadPoolExecutor(self._threads, thread_name_prefix="checkfreq-read") as pool:
+                readers = list(pool.map(lambda file: self._reader(file, job), files))
+        sizes = {file: reader.size_bytes for file, reader in zip(files, readers, strict=True)}
+        for want in job.wants:
+            at, end = want.payload_offset + want.start, want.payload_offset + want.stop
+            if at < end and end > sizes[want.file]:
+                raise self._broken(
+                    f"{want.file} has {sizes[want.file]} bytes and ends inside of "
+                    f"{job.key(want)}, of which bytes [{at}, {end}) are wanted"
+                )
 
     def _reader(self, file: str, job: _Job) -> RangeReader:
         """Return an open file, checked for its size."""
@@ -138,8 +152,7 @@ class Fetcher:
         with borrowed() as bounce:
             memory = bounce if size <= len(bounce) else huge_buffer(size)
             try:
-                if size > 0:
-                    reader.read_into(window.start, memory[:size])
+                reader.read_into(window.start, memory[:size])
             except (EOFError, OSError) as error:
                 names = listed(job.key(want) for want in window.wants)
                 raise self._broken(
@@ -149,15 +162,9 @@ class Fetcher:
             for want in window.wants:
                 begin = want.payload_offset + want.start - window.start
                 data = memory[begin : begin + want.stop - want.start]
-                at, end = want.payload_offset + want.start, want.payload_offset + want.stop
-                if end > reader.size_bytes:
-                    raise self._broken(
-                        f"{window.file} has {reader.size_bytes} bytes and ends inside of "
-                        f"{job.key(want)}, of which bytes [{at}, {end}) are wanted"
-                    )
                 self._check(window.file, want, data, job)
                 job.targets[want.ticket].take(want, data)
-        return max(size, 0)
+        return size
 
     def _check(self, file: str, want: Want, data: memoryview, job: _Job) -> None:
         digests = job.digests[want.ticket]

@@ -48,10 +48,8 @@ class TensorTarget:
         """Forget what was taken: the same bytes will come again, from elsewhere."""
         self._missing_bytes = self._stop_bytes - self._start_bytes
         self._scratch: torch.Tensor | None = None
-        if not self._direct:
-            elements = self._missing_bytes // self._dtype.itemsize
-            self._scratch = torch.empty(elements, dtype=self._dtype)
-        self._memory = bytes_of(self._tensor if self._scratch is None else self._scratch)
+        # Scratch is made when bytes are there: by then the file was seen to have as many.
+        self._memory = bytes_of(self._tensor) if self._direct else None
 
     @property
     def tensor(self) -> torch.Tensor:
@@ -64,7 +62,10 @@ class TensorTarget:
         stop = min(want.stop, self._stop_bytes)
         if start >= stop:
             return
-        copy_bytes(self._memory, start - self._start_bytes, data, start - want.start, stop - start)
+        memory = self._memory
+        if memory is None:
+            memory = self._made_scratch()
+        copy_bytes(memory, start - self._start_bytes, data, start - want.start, stop - start)
         with self._lock:
             self._missing_bytes -= stop - start
             done = not self._missing_bytes
@@ -73,19 +74,38 @@ class TensorTarget:
             self._tensor.copy_(box)
             self._scratch = None
 
+    def _made_scratch(self) -> memoryview:
+        with self._lock:
+            if self._memory is None:
+                elements = (self._stop_bytes - self._start_bytes) // self._dtype.itemsize
+                self._scratch = torch.empty(elements, dtype=self._dtype)
+                self._memory = bytes_of(self._scratch)
+            return self._memory
+
 
 class BytesTarget:
     """Gathers a whole byte item."""
 
     def __init__(self, size_bytes: int) -> None:
-        self.data = bytearray(size_bytes)
+        self._size_bytes = size_bytes
+        self._data: bytearray | None = None if size_bytes else bytearray()
+        self._lock = threading.Lock()
+
+    @property
+    def data(self) -> bytearray:
+        """The bytes, once all were taken."""
+        assert self._data is not None, "no bytes were taken"
+        return self._data
 
     def start_over(self) -> None:
         """Forget what was taken: the same bytes will come again, from elsewhere."""
 
     def take(self, want: Want, data: memoryview) -> None:
         """Take payload bytes ``[want.start, want.stop)``."""
-        self.data[want.start : want.stop] = data
+        with self._lock:
+            if self._data is None:  # the file was seen to have as many
+                self._data = bytearray(self._size_bytes)
+        self._data[want.start : want.stop] = data
 
 
 Target = TensorTarget | BytesTarget

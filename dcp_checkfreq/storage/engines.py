@@ -17,6 +17,7 @@ from collections.abc import Iterable, Sequence
 
 from dcp_checkfreq.crew import Crew, Task
 from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, address_of, give_back, take
+from dcp_checkfreq.storage.regular import open_regular
 
 ALIGN_BYTES = 4096  # covers every block size and DMA alignment in use
 BATCH_BYTES = 64 << 20  # one request to the kernel; also the pace of buffered writing
@@ -225,13 +226,12 @@ class FileReader:
 
     def __init__(self, path: str, *, direct_io: bool) -> None:
         self._path = path
-        self._fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self._fd, self.size_bytes = open_regular(path)
         self._direct_fd: int | None = None
         self._lock = threading.Lock()
-        self.size_bytes = os.fstat(self._fd).st_size
         if direct_io:
             try:
-                self._direct_fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_DIRECT)
+                self._direct_fd, _ = open_regular(path, os.O_DIRECT)
             except OSError as error:
                 if error.errno != errno.EINVAL:
                     self.close()

@@ -17,7 +17,8 @@ from dcp_checkfreq.storage.abilities import (
     is_refusal,
     rename_exclusively,
 )
-from dcp_checkfreq.storage.tier import Entry
+from dcp_checkfreq.storage.regular import read_regular, stat_regular
+from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, Entry
 
 # Below this a file is one or two requests anyway, and the page cache takes them at once.
 DIRECT_FROM_BYTES = 4 << 20
@@ -93,15 +94,15 @@ class LocalTier:
 
     def size(self, name: str) -> int:
         """Return the size of a file in bytes."""
-        info = os.stat(self._join(name))
-        if not stat.S_ISREG(info.st_mode):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), self._join(name))
-        return info.st_size
+        return stat_regular(self._join(name)).st_size
 
     def read(self, name: str) -> bytes:
         """Return the whole content of a file."""
-        with open(self._join(name), "rb") as file:
-            return file.read()
+        return self.read_at_most(name, LARGEST_SMALL_FILE_BYTES)
+
+    def read_at_most(self, name: str, at_most_bytes: int) -> bytes:
+        """Return the whole content of a file; see `read_small`."""
+        return read_regular(self._join(name), at_most_bytes)
 
     def open(self, name: str) -> engines.FileReader:
         """Open a file for ranged reads from any thread."""

@@ -84,6 +84,10 @@ class RemoteTier:
         """Return the whole content of a file."""
         return self._files.read(self._path(name))
 
+    def read_at_most(self, name: str, at_most_bytes: int) -> bytes:
+        """Return the whole content of a file; see `read_small`."""
+        return self._files.read(self._path(name), at_most_bytes)
+
     def open(self, name: str) -> RemoteReader:
         """Open a file for ranged reads."""
         path = self._path(name)

@@ -27,7 +27,7 @@ from dcp_checkfreq.storage.remote_errors import (
 )
 from dcp_checkfreq.storage.remote_options import Options
 from dcp_checkfreq.storage.remote_parts import checked, gathered, part_bytes
-from dcp_checkfreq.storage.tier import Entry
+from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, Entry, check_size
 
 _log = logging.getLogger(__name__)
 
@@ -208,12 +208,14 @@ class FsspecFiles:
                 entries.append(_entry(name, info))
         return entries
 
-    def read(self, path: str) -> bytes:
-        """Return the content of a small file."""
-        return self.call(path, lambda fs: self._read(fs, path))
+    def read(self, path: str, at_most_bytes: int = LARGEST_SMALL_FILE_BYTES) -> bytes:
+        """Return the content of a small file; `OddFile` if it is larger."""
+        return self.call(path, lambda fs: self._read(fs, path, at_most_bytes))
 
-    def _read(self, fs: Any, path: str) -> bytes:
-        return bytes(fs.cat_file(path))
+    def _read(self, fs: Any, path: str, at_most_bytes: int) -> bytes:
+        content = bytes(fs.cat_file(path, start=0, end=at_most_bytes + 1))
+        check_size(len(content), at_most_bytes, path)
+        return content
 
     def write(self, path: str, data: bytes) -> None:
         """Make ``path`` hold ``data``, whatever it held."""
@@ -254,7 +256,7 @@ class FsspecFiles:
 
         There are no marks here, so the content tells: that of a commit record is of one attempt.
         """
-        return self._read(fs, path) == data
+        return self._read(fs, path, LARGEST_SMALL_FILE_BYTES) == data
 
     def _look_and_write(self, fs: Any, path: str, data: bytes, mark: str) -> None:
         with _creating:

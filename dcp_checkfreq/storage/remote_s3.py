@@ -26,7 +26,7 @@ from dcp_checkfreq.storage.remote_parts import (
     in_parts,
     part_bytes,
 )
-from dcp_checkfreq.storage.tier import Entry, StaleCredentials
+from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, Entry, StaleCredentials, check_size
 
 _log = logging.getLogger(__name__)
 
@@ -118,8 +118,8 @@ class S3Files(FsspecFiles):
                     entries.append(Entry(name, False, item["Size"], modified_s))
         return entries
 
-    def _read(self, fs: Any, path: str) -> bytes:
-        return _get(fs, path)
+    def _read(self, fs: Any, path: str, at_most_bytes: int) -> bytes:
+        return _get(fs, path, at_most_bytes)
 
     def _write(self, fs: Any, path: str, data: bytes, mark: str = "", **more: Any) -> None:
         bucket, key, _ = fs.split_path(path)
@@ -303,7 +303,7 @@ class S3Files(FsspecFiles):
         self.call(path, get)
 
 
-def _get(fs: Any, path: str, **more: Any) -> bytes:
+def _get(fs: Any, path: str, at_most_bytes: int = LARGEST_SMALL_FILE_BYTES, **more: Any) -> bytes:
     """Return an object or a part of it, in one request."""
     from fsspec.asyn import sync
 
@@ -312,6 +312,7 @@ def _get(fs: Any, path: str, **more: Any) -> bytes:
 
     async def content() -> bytes:
         async with answer["Body"] as body:  # closes the line if it broke
+            check_size(answer["ContentLength"], at_most_bytes, path)
             return bytes(await body.read())
 
     return bytes(sync(fs.loop, content))

@@ -28,6 +28,7 @@ from dcp_checkfreq.storage.tier import (
     StaleCredentials,
     Tier,
     abort_uploads,
+    read_small,
     reads_at_once,
 )
 
@@ -162,6 +163,10 @@ class StagedTier:
     def read(self, name: str) -> bytes:
         """Return the content of a small file on the slow side."""
         return self.slow.read(name)
+
+    def read_at_most(self, name: str, at_most_bytes: int) -> bytes:
+        """Return the content of a small file on the slow side; see `read_small`."""
+        return read_small(self.slow, name, at_most_bytes=at_most_bytes)
 
     def open(self, name: str) -> RangeReader:
         """Open a shard: the local copy if there is one, else that of the slow side.

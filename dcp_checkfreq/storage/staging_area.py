@@ -29,11 +29,18 @@ from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.data.flocks import HeldFile
 from dcp_checkfreq.format import names
 from dcp_checkfreq.storage.local import LocalTier
-from dcp_checkfreq.storage.tier import Entry, Tier
+from dcp_checkfreq.storage.tier import (
+    LARGEST_SMALL_FILE_BYTES,
+    Entry,
+    OddFile,
+    Tier,
+    read_small,
+)
 
 _log = logging.getLogger(__name__)
 
 ROOT_ID = "root-id"
+_LONGEST_ID_BYTES = 4096
 _NOTE = ".up"
 # Left free for everybody else on the node's disk.
 _RESERVE_SHARE, _RESERVE_AT_MOST_BYTES = 0.05, 10 << 30
@@ -172,8 +179,8 @@ class StagingArea:
         record = None
         is_busy = not all(over.values())
         if not is_busy and any(entry.name == names.METADATA for entry in entries):
-            with contextlib.suppress(FileNotFoundError):
-                record = folder.read(names.METADATA)
+            with contextlib.suppress(FileNotFoundError, OddFile, IsADirectoryError):
+                record = read_small(folder, names.METADATA, at_most_bytes=LARGEST_SMALL_FILE_BYTES)
         return LocalFolder(name, record, files, frozenset(uploaded), is_busy)
 
     # --- what may go ---
@@ -306,10 +313,20 @@ class StagingArea:
 
     def root_id(self) -> str | None:
         """Return which root this is the front of, if that was ever said."""
-        try:
-            return self.local.read(ROOT_ID).decode(errors="replace")
-        except FileNotFoundError:
-            return None
+        return read_root_id(self.local)
+
+
+def read_root_id(folder: Tier) -> str | None:
+    """Return the root id in a folder; None if there is none, or something that can be none.
+
+    Raises:
+        OSError: of the storage.
+    """
+    try:
+        content = read_small(folder, ROOT_ID, at_most_bytes=_LONGEST_ID_BYTES)
+    except (FileNotFoundError, OddFile, IsADirectoryError):
+        return None
+    return content.decode(errors="replace")
 
 
 def _area(local: Tier, limit_bytes: int | None) -> StagingArea:

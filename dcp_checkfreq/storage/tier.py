@@ -10,6 +10,7 @@ the storage. All calls may be made from several threads at once.
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
@@ -20,6 +21,16 @@ class StaleCredentials(PermissionError):
 
     New ones will be asked for at the next call: whoever still has the content should try again.
     """
+
+
+class OddFile(OSError):
+    """Not a file that can be what its name says: a fifo or device, or one of an absurd size.
+
+    Nothing was read. Unlike with other errors there is no point in asking again.
+    """
+
+
+LARGEST_SMALL_FILE_BYTES = 4 << 30  # `.metadata` of ten million tensors
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +94,11 @@ class Tier(Protocol):
         ...
 
     def read(self, name: str) -> bytes:
-        """Return the whole content of a small file."""
+        """Return the whole content of a small file. See `read_small`, which has a bound.
+
+        Raises:
+            OddFile: it is no regular file, or too large to be read whole.
+        """
         ...
 
     def open(self, name: str) -> RangeReader:
@@ -141,6 +156,31 @@ def abort_uploads(root: Tier, is_ours: Callable[[str], bool], *, before_s: float
     """
     abort = getattr(root, "abort_uploads", None)
     return [] if abort is None else list(abort(is_ours, before_s=before_s))
+
+
+def read_small(tier: Tier, name: str, *, at_most_bytes: int) -> bytes:
+    """Return the whole content of a file, whose size is looked at before memory is taken.
+
+    Raises:
+        OddFile: it is larger, or no file that can be read.
+        OSError: of the storage.
+    """
+    read = getattr(tier, "read_at_most", None)
+    if read is not None:
+        return bytes(read(name, at_most_bytes))
+    check_size(tier.size(name), at_most_bytes, name)
+    return tier.read(name)
+
+
+def check_size(size_bytes: int, at_most_bytes: int, name: str) -> None:
+    """Refuse a file that is larger than it can be.
+
+    Raises:
+        OddFile: it is.
+    """
+    if size_bytes > at_most_bytes:
+        text = f"it has {size_bytes} bytes, more than {at_most_bytes} cannot be"
+        raise OddFile(errno.EFBIG, text, name)
 
 
 def reads_at_once(tier: Tier) -> int:

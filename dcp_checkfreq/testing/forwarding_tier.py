@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar
 
-from dcp_checkfreq.storage.tier import Entry, RangeReader, Tier
+from dcp_checkfreq.storage.tier import Entry, RangeReader, Tier, read_small
 
 Verb = Literal[
     "make",
@@ -75,6 +75,12 @@ class ForwardingTier:
     def read(self, name: str) -> bytes:
         """Hand on `read`."""
         return self._top.around("read", name, lambda: self.inner.read(name))
+
+    def read_at_most(self, name: str, at_most_bytes: int) -> bytes:
+        """Hand on a read with a bound, which counts as `read`."""
+        return self._top.around(
+            "read", name, lambda: read_small(self.inner, name, at_most_bytes=at_most_bytes)
+        )
 
     def open(self, name: str) -> RangeReader:
         """Hand on `open`; reads of the opened file go through `around` as ``read_into``."""
