@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -23,20 +24,28 @@ def options(weed):
     }
 
 
-def run(options, root, nvme, steps, *kill_after_s):
-    command = [sys.executable, Path(__file__).with_name("run_staged.py"), root, nvme, str(steps)]
-    process = subprocess.run(
-        [*command, *map(str, kill_after_s)],
+def start(options, root, nvme, steps, *kill_after_s):
+    script = Path(__file__).with_name("run_staged.py")
+    return subprocess.Popen(
+        [sys.executable, script, root, nvme, str(steps), *map(str, kill_after_s)],
         env=os.environ | {"STORAGE_OPTIONS": json.dumps(options)},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=150,
     )
+
+
+def run(options, root, nvme, steps, *kill_after_s):
+    with start(options, root, nvme, steps, *kill_after_s) as process:
+        try:
+            out, err = process.communicate(timeout=150)
+        finally:
+            process.kill()
     if kill_after_s:
-        assert process.returncode == -9, process.stderr[-3000:]
+        assert process.returncode == -9, err[-3000:]
         return None
-    assert process.returncode == 0, process.stderr[-3000:]
-    return json.loads(process.stdout.splitlines()[-1])
+    assert process.returncode == 0, err[-3000:]
+    return json.loads(out.splitlines()[-1])
 
 
 def test_a_kill_in_the_upload_costs_nothing_on_the_same_node(proxy, options, root, tmp_path):
@@ -45,8 +54,14 @@ def test_a_kill_in_the_upload_costs_nothing_on_the_same_node(proxy, options, roo
         **options,
         "client_kwargs": {**options["client_kwargs"], "endpoint_url": proxy.endpoint},
     }
-    proxy.bytes_per_s = 4e6  # 24 MiB in 6 s: the kill is in the midst
-    run(slow, root, nvme, 1, 2.5)
+    proxy.bytes_per_s = 4e6  # 24 MiB in 6 s
+    with start(slow, root, nvme, 1, 600) as process:
+        try:
+            while proxy.sent_bytes < 4 << 20:  # the kill is in the midst
+                assert process.poll() is None, process.communicate()
+                time.sleep(0.01)
+        finally:
+            process.kill()
     assert 0 < proxy.sent_bytes < 24 << 20
     assert find_latest_valid(root, storage_options=options) is None
     assert find_latest_valid(root, storage_options=options, staging_dir=nvme).step == 1
