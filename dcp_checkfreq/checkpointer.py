@@ -16,6 +16,7 @@ from typing import Any, Literal, NoReturn
 
 import torch
 
+from dcp_checkfreq import options
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.clock import Clock, SystemClock
@@ -155,12 +156,7 @@ class Checkpointer:
         timeout_s: float = 1800.0,
         clock: Clock | None = None,
     ) -> None:
-        if every is not None and every < 1:
-            raise ValueError(f"every must be at least 1, got {every}")
-        if not 0 < max_overhead <= 1:
-            raise ValueError(f"max_overhead must be in (0, 1], got {max_overhead}")
-        if on_error not in ("log", "raise"):
-            raise ValueError(f"on_error must be 'log' or 'raise', got {on_error!r}")
+        options.check(options.CHECKPOINTER, locals())
         mode = _mode_of(snapshot)
         self._raise_errors = on_error == "raise"
         self._max_failures = max_failures
@@ -297,6 +293,7 @@ class Checkpointer:
             NoValidCheckpoint: checkpoints are there, but none is whole.
             LoadFailed: the checkpoint does not fit the state; see the subclasses.
         """
+        options.check(options.RESTORE, locals())
         self.wait()
         with contextlib.suppress(SnapshotFailed):  # reported with its save
             self._guard.wait()
@@ -325,6 +322,7 @@ class Checkpointer:
             RankLost: another rank has died, or did not answer in time.
             SystemExit: after a signal, once the last save is published; see ``preempt_signals``.
         """
+        options.check(options.AFTER_STEP, locals())
         done = self.step + 1 if step is None else step
         self._times.entered()
         self._stopping.watch(self)
@@ -359,6 +357,7 @@ class Checkpointer:
                 the first save does; a difference fails this save, and those after it until one
                 passes, with `ReplicasDiffer`. Small tensors and other values are always compared.
         """
+        options.check(options.SAVE, locals())
         self._times.paused()
         try:
             begun_s = self._clock.monotonic_s()
@@ -564,8 +563,6 @@ def _published(own_steps: OwnSteps, pacer: Pacer) -> Callable[[int], None]:
 def _mode_of(snapshot: Snapshots) -> Mode | None:
     if snapshot == "auto":
         return None
-    if snapshot not in {mode.value for mode in Mode}:
-        raise ValueError(f"snapshot must be 'auto', 'cpu', 'gpu' or 'blocking', got {snapshot!r}")
     if snapshot == "gpu" and not torch.cuda.is_available():
         raise ValueError("snapshot='gpu' needs a CUDA device")
     return Mode(snapshot)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from dcp_checkfreq import options
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.local_copies import look as look_at_node
 from dcp_checkfreq.recovery.plan import Rejected, StepRecord
@@ -63,8 +64,7 @@ def find_latest_valid(
     Raises:
         BadLocation: ``root`` is nothing that can be looked into.
     """
-    if depth not in ("size", "digest"):
-        raise ValueError(f"depth must be 'size' or 'digest', got {depth!r}")
+    options.check(options.FIND_LATEST_VALID, locals())
     tier = open_tier(root, storage_options=storage_options)
     staged = None if staging_dir is None else staged_root(tier, staging_dir)
 

@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from dcp_checkfreq import options
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.errors import (
     BrokenMetadata,
@@ -117,9 +118,8 @@ class CheckFreqReader(StorageReader):
         staging_dir: StagingDir | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
+        options.check(options.READER, locals())
         super().__init__()
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1, got {threads}")
         self._direct_io = direct_io
         self._share_reads = share_reads
         self._agreement = agreement

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from dcp_checkfreq import version
+from dcp_checkfreq import options, version
 from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.errors import (
@@ -117,9 +117,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         may_replace: Callable[[], bool] | None = None,
         clock: Clock | None = None,
     ) -> None:
+        options.check(options.WRITER, locals())
         super().__init__()
-        if threads < 1:
-            raise ValueError(f"threads must be at least 1, got {threads}")
         self._direct_io = direct_io
         self._options = Options(storage_options or {})
         self._staging = (staging_dir, staging_bytes)

@@ -18,6 +18,7 @@ LEVELS = {
     "clock": 0,
     "garbage": 0,
     "version": 0,
+    "options": 1,
     "format/names": 1,
     "format/index": 1,
     "format/opcodes": 1,
@@ -73,6 +74,7 @@ LEVELS = {
 # Rules: values in, values out. No clock, file, thread, rank or torch.
 PURE = {
     "errors",
+    "options",
     "format/names",
     "format/index",
     "format/opcodes",
