@@ -10,13 +10,16 @@ from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 
 from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.errors import BadLocation
+from dcp_checkfreq.clock import Clock, SystemClock
+from dcp_checkfreq.errors import BadLocation, WriteFailed
+from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
+from dcp_checkfreq.publish.attempt import new_attempt
 from dcp_checkfreq.publish.publisher import publish
 from dcp_checkfreq.recovery.scan import check_digests
 from dcp_checkfreq.recovery.unfinished import Unfinished, find_unfinished
 from dcp_checkfreq.storage.staged import StagedTier, Upload
-from dcp_checkfreq.storage.staging_area import ROOT_ID, LocalFolder, read_root_id
+from dcp_checkfreq.storage.staging_area import LocalFolder, read_root_id
 from dcp_checkfreq.storage.tier import Tier
 from dcp_checkfreq.uploading import upload_and_publish
 
@@ -32,12 +35,16 @@ class LocalCopies:
         root: of the run, with this node's disk.
         agree: of the ranks.
         threads: shards that a rank copies or reads at once.
+        clock: for the wait for files that show up late.
     """
 
-    def __init__(self, root: StagedTier, agree: Agreement, *, threads: int) -> None:
+    def __init__(
+        self, root: StagedTier, agree: Agreement, *, threads: int, clock: Clock | None = None
+    ) -> None:
         self._root = root
         self._agree = agree
         self._threads = threads
+        self._clock = clock or SystemClock()
 
     def belong_to_root(self) -> None:
         """Make sure that what lies on the local disks is of this root, and not of one before.
@@ -96,6 +103,28 @@ class LocalCopies:
         """
         name, own = one.record.name, sorted(self._own(one))
         folder = StagedTier(self._root.slow.child(name), self._root.area, name)
+        commit = new_attempt(folder.slow)
+        record = metadata_format.load(one.content, folder.location)[1]
+        assert record is not None, "it was found by its record"
+
+        def reserve() -> None:
+            try:
+                commit.reserve()
+            except OSError as error:
+                raise WriteFailed(folder.location, f"rank 0: {error}") from error
+
+        def publish_all() -> None:
+            commit.commit(
+                lambda reservation: publish(
+                    folder.slow,
+                    one.content,
+                    reservation=reservation,
+                    files=record.files,
+                    may_replace=None,
+                    clock=self._clock,
+                )
+            )
+
         attempts = {parsed[2] for file in own if (parsed := names.parse_shard(file)) is not None}
 
         def copy(stop: threading.Event) -> None:
@@ -105,17 +134,16 @@ class LocalCopies:
                 folder.slow.delete(file)  # cut short by the crash, whatever its size says
             folder.upload(own, threads=self._threads, stop=stop)
 
+        # Before the first file is there: from then on cleaning and this exclude each other.
+        self._agree.decide(reserve)
         try:
+            commit.begin()
+            commit.wrote()
             upload_and_publish(
-                self._agree,
-                Upload(copy),
-                folder.location,
-                lambda: publish(
-                    folder.slow, one.content, attempt=names.new_attempt(), overwrite=False
-                ),
-                each_round=each_round,
+                self._agree, Upload(copy), folder.location, publish_all, each_round=each_round
             )
         finally:
+            commit.abandon()  # unless it is published: the local copies stay for the next start
             for attempt in attempts:
                 self._root.area.let_go(attempt)
         self._tidily(lambda: self._root.area.published(name))
@@ -162,7 +190,8 @@ def _root_id(slow: Tier) -> str:
     made = uuid.uuid4().hex
     try:
         folder.make()
-        folder.create(ROOT_ID, made.encode(), scratch=f"{ROOT_ID}.{names.new_attempt()}")
+        scratch = f"{names.ROOT_ID}.{names.new_attempt()}"
+        folder.create(names.ROOT_ID, made.encode(), scratch=scratch)
     except FileExistsError:
         return _known_root_id(slow)
     except OSError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+from collections import deque
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.clock import Clock
@@ -12,7 +13,8 @@ from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
 from dcp_checkfreq.policy.retention import Retention, select_expired
 from dcp_checkfreq.recovery.choose import Choice
-from dcp_checkfreq.recovery.clean import delete_step
+from dcp_checkfreq.recovery.clean import KnownSteps, delete_step
+from dcp_checkfreq.recovery.kept import Kept, problem_of
 from dcp_checkfreq.recovery.plan import leaves
 from dcp_checkfreq.recovery.scan import examine, scan
 from dcp_checkfreq.storage.tier import Tier
@@ -50,11 +52,15 @@ class OwnSteps:
         self._threads = threads
         self._clock = clock
         self._lineage: Lineage | None = None  # known once it is clear what this run goes on from
-        self._kept: dict[int, str] = {}  # on rank 0: what retention looks after
+        self._kept: dict[int, Kept] = {}  # on rank 0: what retention looks after
+        # By step: the save that is cleaned up after, and the one that is in flight by then.
+        self._writers: deque[tuple[int, CheckFreqWriter]] = deque(maxlen=2)
 
     def go_on_from(self, choice: Choice) -> None:
         """Take note of what was restored, or that the run starts from nothing."""
-        self._kept = choice.kept
+        self._kept = {
+            step: Kept(record.name, record.identity) for step, record in choice.kept.items()
+        }
         self._lineage = choice.lineage
 
     def writer(self, step: int) -> CheckFreqWriter:
@@ -68,7 +74,7 @@ class OwnSteps:
         if self._lineage is None:
             self._agree.decide(self._refuse_foreign_steps)
             self._lineage = Lineage(run_id=self._run_id)
-        return CheckFreqWriter(
+        writer = CheckFreqWriter(
             self._root.child(names.step_folder(step)),
             threads=self._threads,
             lineage=self._lineage,
@@ -76,6 +82,8 @@ class OwnSteps:
             may_replace=functools.partial(self._is_replaceable, step, self._lineage),
             clock=self._clock,
         )
+        self._writers.append((step, writer))
+        return writer
 
     def _refuse_foreign_steps(self) -> None:
         whole = sorted(record.step for record in scan(self._root) if record.problem is None)
@@ -101,10 +109,52 @@ class OwnSteps:
 
     def published(self, step: int) -> None:
         """On rank 0: let old checkpoints go. Never raises: the new one is published."""
-        self._kept[step] = names.step_folder(step)
         try:
-            for expired in select_expired(self._kept, self._rule):
-                delete_step(self._root, self._kept[expired])
-                del self._kept[expired]
+            self._kept[step] = self._as_published(step)
+            expired = self._expired()
         except OSError as error:
             _log.warning("%s: old checkpoints stay for now: %s", self._root.location, error)
+            return
+        for old in expired:
+            self._delete(old)
+
+    def _as_published(self, step: int) -> Kept:
+        name = names.step_folder(step)
+        for saved, writer in self._writers:
+            if saved == step and writer.published is not None:
+                return Kept(name, writer.published.identity, writer.published.files)
+        # Saved by an earlier process, and finished by this one.
+        return Kept(name, examine(self._root.child(name), name, step).identity)
+
+    def _expired(self) -> list[int]:
+        """Return what may go, oldest first. What stays in its place was found whole just now."""
+        while True:
+            expired = select_expired(self._kept, self._rule)
+            if not expired:
+                return []
+            newest = sorted(self._kept.keys() - set(expired))[-self._rule.keep_last :]
+            problems = {step: problem_of(self._root, step, self._kept[step]) for step in newest}
+            if not any(problems.values()):
+                return expired
+            for step, problem in problems.items():
+                if problem is not None:
+                    _log.warning(
+                        "%s/%s does not count among those that are kept: %s",
+                        *(self._root.location, self._kept[step].name, problem),
+                    )
+                    del self._kept[step]
+
+    def _delete(self, step: int) -> None:
+        """Delete a checkpoint if it is still the one that is known. One that resists stays."""
+        name = self._kept[step].name
+        known = KnownSteps(self._root, {kept.name: kept.identity for kept in self._kept.values()})
+        try:
+            if not delete_step(known, name):
+                _log.warning(
+                    "%s/%s was replaced by another run, or cannot be read: it stays",
+                    *(self._root.location, name),
+                )
+        except OSError as error:
+            _log.warning("%s/%s stays for now: %s", self._root.location, name, error)
+            return
+        del self._kept[step]

@@ -397,7 +397,7 @@ class Saver:
             )
         except CheckpointException as failed:
             cause = cause_of(failed)
-            if not isinstance(cause, PublishUnknown):
+            if is_certain(failed):
                 job.writer.abandon()
             raise cause from failed
         except (RuntimeError, ValueError) as failed:  # of the collectives
@@ -477,6 +477,17 @@ def _all_ready(ranks: list[_Ready]) -> bool:
         if ready.error is not None:
             raise ready.error
     return all(ready.plan_fits for ready in ranks)
+
+
+def is_certain(error: CheckpointException) -> bool:
+    """Tell whether a save that ended so was not published, so that its files may go on all ranks.
+
+    An interrupt on rank 0 may have come after the commit, in DCP's code or on the way back to it.
+    """
+    of_rank_0 = error.failures.get(0)
+    return of_rank_0 is None or (
+        isinstance(of_rank_0[0], Exception) and not isinstance(of_rank_0[0], PublishUnknown)
+    )
 
 
 def cause_of(error: CheckpointException) -> BaseException:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import functools
 import logging
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any
@@ -23,7 +25,7 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from dcp_checkfreq import options, version
-from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.errors import (
     CheckpointExists,
@@ -33,14 +35,17 @@ from dcp_checkfreq.errors import (
 )
 from dcp_checkfreq.format import index, names
 from dcp_checkfreq.format import metadata as metadata_format
+from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.format.envelope import Envelopes
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.publish.assemble import assemble
+from dcp_checkfreq.publish.attempt import SaveAttempt, new_attempt
 from dcp_checkfreq.publish.in_flight import InFlight, told
-from dcp_checkfreq.publish.phases import Event, Phase, advance, may_delete
+from dcp_checkfreq.publish.phases import Phase
 from dcp_checkfreq.publish.publisher import publish
 from dcp_checkfreq.publish.turn import Turn
-from dcp_checkfreq.recovery.clean import named_files
+from dcp_checkfreq.publish.unsettled import give_up, sweep_up
+from dcp_checkfreq.recovery.files import named_in
 from dcp_checkfreq.shards.assign import Placement
 from dcp_checkfreq.shards.codec import Item, finish_gpu_work, pieces
 from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve
@@ -95,7 +100,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         uploads_later: `finish` commits on the local disks only; whoever drives this writer calls
             `start_upload`, `publish_uploaded` and `settle`. `Checkpointer` does.
         may_replace: asked on the coordinator when a checkpoint is there and ``overwrite`` is not
-            set; True sets it. `Checkpointer` passes one by that is damaged or was left behind.
+            set, early and again right before the commit. `Checkpointer` passes one by that is
+            damaged or was left behind.
         clock: by which copies are timed.
 
     Not thread-safe: one save at a time.
@@ -123,15 +129,17 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._options = Options(storage_options or {})
         self._staging = (staging_dir, staging_bytes)
         self._tier = self._opened(path)
-        self._overwrite = overwrite
         self._threads = threads
         self._overlap = tuple(overlap)
         self._lineage = lineage
         self._uploads_later = uploads_later
-        self._may_replace = may_replace
+        self._may_replace = _always if overwrite else may_replace
+        self._clock = clock or SystemClock()
         self._stager = Stager(clock=clock)
         self._turn = Turn()
         self.in_flight = InFlight()
+        self._current: list[SaveAttempt] = []  # one; known without this writer
+        weakref.finalize(self, give_up, self._current).atexit = False
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -146,13 +154,14 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         return tier
 
     def _begin(self) -> None:
-        self._attempt = names.new_attempt()
+        give_up(self._current)
+        self._attempt = new_attempt(self._tier)
+        self._current[:] = [self._attempt]
         self._staged: StagedSave | None = None
         if isinstance(self._tier, StagedTier):
-            self._staged = StagedSave(self._tier, self._attempt, threads=self._threads)
-        self._phase = Phase.IDLE
-        self._files: list[str] = []
-        self._to_publish: tuple[bytes, AbstractSet[str]] = b"", frozenset()
+            self._staged = StagedSave(self._tier, self._attempt.id, threads=self._threads)
+        self._to_publish: tuple[bytes, Mapping[str, int]] = b"", {}
+        self.published: Published | None = None
         self._is_coordinator = False
         self._rank = 0
         self._world_size = 1
@@ -162,8 +171,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new save, into ``checkpoint_id`` if given; all other options stay."""
         self._turn.wait()
-        if self._is_coordinator and self._phase is Phase.WRITTEN:
-            # `finish` was never called for it, and only this object could have: it failed.
+        if self._is_coordinator:
+            # If `finish` was never called for it, it failed: only this object could have.
             self.abandon()
         if checkpoint_id is not None:
             self._tier = self._opened(checkpoint_id)
@@ -171,7 +180,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         """Name the checkpoint and the attempt for DCP's logs and metadata."""
-        return StorageMeta(checkpoint_id=self._tier.location, save_id=self._attempt)
+        return StorageMeta(checkpoint_id=self._tier.location, save_id=self._attempt.id)
 
     @property
     def save_id(self) -> str | None:
@@ -185,8 +194,9 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         Raises:
             UnsupportedOption: ``use_collectives=False``.
             CheckpointExists: a whole checkpoint is there and ``overwrite`` is False.
+            WriteFailed: the storage failed.
         """
-        if self._phase is not Phase.IDLE:
+        if self._attempt.phase is not Phase.IDLE:
             self.reset()  # DCP itself calls it only when it is given a checkpoint_id
         worker = self._turn.take()
         self._stager.handed_to(worker)
@@ -198,18 +208,34 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             )
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank", 0)
-        if is_coordinator and not self._overwrite and _is_published(self._tier):
-            self._overwrite = self._may_replace is not None and self._may_replace()
-            if not self._overwrite:
-                raise CheckpointExists(self._tier.location)
+        if is_coordinator:
+            with self._storage_errors():
+                sweep_up(self._tier)
+                if _is_published(self._tier) and not (self._may_replace and self._may_replace()):
+                    raise CheckpointExists(self._tier.location)
+
+    @contextlib.contextmanager
+    def _storage_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise WriteFailed(self._tier.location, f"rank {self._rank}: {error}") from error
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is."""
         return plan
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Return the plans as they are; nothing of ours travels in them, so cached plans do."""
+        """Return the plans as they are; nothing of ours travels in them, so cached plans do.
+
+        Called on the coordinator, when every rank has planned and none has begun to write.
+
+        Raises:
+            WriteFailed: the storage failed.
+        """
         self._world_size = len(plans)
+        with self._storage_errors():
+            self._attempt.reserve()
         return plans
 
     @told(ends=lambda writer: not writer._is_coordinator)
@@ -240,16 +266,17 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
     def _write_data(self, plan: SavePlan, planner: SavePlanner) -> RankReport:
         try:
-            self._phase = advance(self._phase, Event.BEGAN)
+            self._attempt.begin()
             with collector_held():
                 items = resolve(plan, planner, _ENVELOPES)
                 if not self._stager.holds_a_snapshot:
                     finish_gpu_work(item.source for item in items)
                 placements = lay_out(items, self._threads)
-            self._files = [
-                names.shard_file(self._rank, number, self._attempt)
+            files = [
+                names.shard_file(self._rank, number, self._attempt.id)
                 for number in range(len(placements))
             ]
+            self._attempt.files = files
             self._write_files(items, placements)
             self._stager.check()
         except OSError as error:
@@ -260,9 +287,9 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             raise
         finally:
             self._stager.release()
-        self._phase = advance(self._phase, Event.WROTE)
+        self._attempt.wrote()
         with collector_held():
-            return report(plan, items, placements, self._files)
+            return report(plan, items, placements, files)
 
     @told()
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
@@ -270,6 +297,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
         Raises:
             ItemsMissing: something planned was not written; nothing was published.
+            SaveFailed: a file is gone that a rank had written; nothing was published.
             CheckpointExists: another writer published first.
             PublishUnknown: the storage gave no clear answer; nothing was deleted.
         """
@@ -281,7 +309,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
                 columns = assemble(metadata, reports, self._tier.location)
             metadata.storage_meta = self.storage_meta()
             record = index.Record(
-                attempt=self._attempt,
+                attempt=self._attempt.id,
                 world_size=self._world_size,
                 step=names.parse_step(os.path.basename(self._tier.location)),
                 lineage=self._lineage,
@@ -293,12 +321,14 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
                 content = metadata_format.dump(metadata, record)
             if self._staged is not None and self._uploads_later:
                 self._staged.commit(content, {name for one in told for name in one.on_slow_side})
-                self._to_publish = content, frozenset(files)
+                self._to_publish = content, files
             else:
-                self._publish(content, frozenset(files))
+                self._publish(content, files)
         except PublishUnknown:
             raise
-        except BaseException:
+        except BaseException as error:
+            if self._attempt.may_be_published:  # every rank must hear that: they delete their files
+                raise PublishUnknown(self._tier.location, f"interrupted by {error!r}") from error
             self.abandon()
             raise
         else:
@@ -307,15 +337,21 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         finally:
             self._turn.give_back()
 
-    def _publish(self, content: bytes, files: AbstractSet[str]) -> None:
-        try:
-            replaced = (named_files(self._tier) or set()) if self._overwrite else set()
-            publish(self._tier, content, attempt=self._attempt, overwrite=self._overwrite)
-        except PublishUnknown:
-            self._phase = advance(self._phase, Event.NO_ANSWER)
-            raise
-        self._phase = advance(self._phase, Event.CREATED)
-        self._remove(replaced - files)
+    def _publish(self, content: bytes, files: Mapping[str, int]) -> None:
+        replaced = self._attempt.commit(
+            lambda reservation: publish(
+                self._tier,
+                content,
+                reservation=reservation,
+                files=files,
+                may_replace=self._may_replace,
+                clock=self._clock,
+            )
+        )
+        self.published = Published(identity(content), files)
+        if replaced is not None:
+            named = named_in(replaced, self._tier.location) or frozenset()
+            self._attempt.remove(sorted(named - files.keys()))
 
     # --- what follows if the upload comes later ---
 
@@ -359,13 +395,13 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     def _on_slow_side(self) -> tuple[str, ...]:
         """Return this rank's files that no upload has to bring there."""
         staged = self._staged is not None and self._staged.place is not Place.MEMORY
-        return () if staged else tuple(self._files)
+        return () if staged else tuple(self._attempt.files)
 
     def _write_files(self, items: list[Item], placements: list[Placement]) -> None:
         if self._staged is not None and placements:
             sizes = {
                 name: placement.size_bytes
-                for name, placement in zip(self._files, placements, strict=True)
+                for name, placement in zip(self._attempt.files, placements, strict=True)
             }
             if self._staged.stage(
                 self._rank,
@@ -373,7 +409,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
                 lambda folder: self._write_shards(folder.stage, items, placements),
             ):
                 return
-        if self._is_coordinator or placements:
+        if placements and not self._is_coordinator:  # which has made it already
             self._tier.make()
         self._write_shards(self._tier.write_shard, items, placements)
         if placements:
@@ -391,7 +427,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             except StaleCredentials:
                 write(name, pieces(items, placement), placement.size_bytes)
 
-        jobs = list(zip(self._files, placements, strict=True))
+        jobs = list(zip(self._attempt.files, placements, strict=True))
         if len(jobs) == 1:
             one(*jobs[0])
         elif jobs:
@@ -404,23 +440,9 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         `Checkpointer` calls it on every rank. Does nothing once the files may be part of a
         checkpoint. Errors of the removal are left to the cleaning at the next restore.
         """
-        if may_delete(self._phase):
-            if self._staged is not None:
-                self._staged.abandon(self._files)
-            self._remove(self._files)
-            self._phase = advance(self._phase, Event.FAILED)
-
-    def _remove(self, doomed: Iterable[str]) -> None:
-        try:
-            for name in doomed:
-                self._tier.delete(name)
-        except OSError as error:
-            _log.warning(
-                "%s: files that no checkpoint names could not be removed (%s); "
-                "the next restore cleans them up",
-                self._tier.location,
-                error,
-            )
+        if self._staged is not None and self._attempt.may_delete:
+            self._staged.abandon(list(self._attempt.files))
+        self._attempt.abandon()
 
     @property
     def checkpoint_id(self) -> str:
@@ -487,11 +509,23 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
 
 @dataclass(frozen=True, slots=True)
+class Published:
+    """What a save has published: by this it is known again."""
+
+    identity: str  # of its ``.metadata``
+    files: Mapping[str, int]  # its shards with their sizes in bytes
+
+
+@dataclass(frozen=True, slots=True)
 class _Written:
     """What a rank says to the coordinator."""
 
     report: RankReport
     on_slow_side: tuple[str, ...]  # files that are complete there already
+
+
+def _always() -> bool:
+    return True
 
 
 def _is_published(tier: Tier) -> bool:

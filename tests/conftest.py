@@ -29,3 +29,9 @@ def late(held, monkeypatch):
     """Copies that begin only when the guard, or a later save, waits for them."""
     let_go_when_waited_for(held, monkeypatch)
     return held
+
+
+@pytest.fixture
+def nothing_is_remembered(monkeypatch):
+    """For simulated deaths of the process: the next one knows nothing of the save before."""
+    monkeypatch.setattr("dcp_checkfreq.writer.give_up", lambda attempts: None)

@@ -12,12 +12,19 @@ import uuid
 METADATA = ".metadata"  # DCP's own name; its presence is the commit
 RUN_FOLDER = ".checkfreq"
 LEASE = "lease.json"
+ROOT_ID = "root-id"
 
 # Bounded, so that no name makes a number that Python or a record cannot hold.
 LARGEST_STEP = 10**37 - 1
 _STEP = re.compile(r"step[_-](0{0,200}[0-9]{1,37})", re.ASCII)
 _SHARD = re.compile(r"__([0-9]{1,20})_([0-9]{1,20})_([0-9a-f]{12})\.distcp", re.ASCII)
 _SCRATCH = re.compile(r"\.metadata\.([0-9a-f]{12})\.tmp", re.ASCII)
+# What is there for a moment while a file of the run folder is written, or a root looked at.
+_RUN_SCRATCH = re.compile(
+    r"(lease\.json|root-id|profile-[0-9a-f]+\.json)\.[0-9a-f]{12}(\.tmp)?"
+    r"|probe-[0-9a-f]{12}(\.tmp)?",
+    re.ASCII,
+)
 
 
 _LONGEST_FILE_BYTES = 255  # of a name, on every file system and object store
@@ -97,3 +104,8 @@ def longest_in_root(in_step: str) -> str:
         f"{RUN_FOLDER}/{profile_file('0' * 16)}.{'0' * 12}",
         key=len,
     )
+
+
+def is_scratch_of_run(name: str) -> bool:
+    """Tell whether a name in the run folder is one that stays only if a process dies."""
+    return _RUN_SCRATCH.fullmatch(name) is not None

@@ -11,6 +11,7 @@ class Phase(Enum):
     IDLE = "nothing on storage"
     WRITING = "files that nobody names"
     WRITTEN = "durable files that nobody names"
+    COMMITTING = "the commit is under way: maybe a whole checkpoint"
     PUBLISHED = "a whole checkpoint"
     ABANDONED = "nothing, its files were removed"
     UNKNOWN = "the commit got no answer: maybe a whole checkpoint"
@@ -22,6 +23,8 @@ class Event(Enum):
     BEGAN = "this rank starts to write"
     WROTE = "this rank's files are durable"
     FAILED = "this rank, or the save as a whole, failed for certain"
+    COMMITS = "the commit is about to be called"
+    REFUSED = "the commit has created nothing, for certain"
     CREATED = "the commit record exists and is durable"
     NO_ANSWER = "the commit call ended without a clear answer"
 
@@ -30,9 +33,12 @@ NEXT: dict[tuple[Phase, Event], Phase] = {
     (Phase.IDLE, Event.BEGAN): Phase.WRITING,
     (Phase.WRITING, Event.WROTE): Phase.WRITTEN,
     (Phase.WRITING, Event.FAILED): Phase.ABANDONED,
-    (Phase.WRITTEN, Event.CREATED): Phase.PUBLISHED,
     (Phase.WRITTEN, Event.FAILED): Phase.ABANDONED,
-    (Phase.WRITTEN, Event.NO_ANSWER): Phase.UNKNOWN,
+    # Before the effect: an interrupt just after it must not find files that may be deleted.
+    (Phase.WRITTEN, Event.COMMITS): Phase.COMMITTING,
+    (Phase.COMMITTING, Event.CREATED): Phase.PUBLISHED,
+    (Phase.COMMITTING, Event.REFUSED): Phase.WRITTEN,
+    (Phase.COMMITTING, Event.NO_ANSWER): Phase.UNKNOWN,
     (Phase.UNKNOWN, Event.CREATED): Phase.PUBLISHED,
 }
 

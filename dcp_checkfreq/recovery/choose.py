@@ -20,7 +20,7 @@ class Choice:
     record: StepRecord | None  # None: a fresh start
     lineage: Lineage  # of the history that begins here; its run id is of this restore alone
     passed_over: tuple[str, ...]  # newer steps, each with the reason
-    kept: dict[int, str]  # whole steps of the history that goes on, with their folders
+    kept: dict[int, StepRecord]  # whole steps of the history that goes on
 
 
 def choose_nothing(root: Tier, also: Sequence[StepRecord] = ()) -> Choice:
@@ -91,5 +91,5 @@ def _begin(
     without: Collection[str] = (),
 ) -> Choice:
     lineage = begin_history(uuid.uuid4().hex[:12], resumed, records)
-    kept = {r.step: r.name for r in line_of(lineage, records) if r.name not in without}
+    kept = {r.step: r for r in line_of(lineage, records) if r.name not in without}
     return Choice(resumed, lineage, passed_over, kept)

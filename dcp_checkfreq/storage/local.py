@@ -18,7 +18,7 @@ from dcp_checkfreq.storage.abilities import (
     rename_exclusively,
 )
 from dcp_checkfreq.storage.regular import read_regular, stat_regular
-from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, Entry
+from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, Entry, ReservationRevoked
 
 # Below this a file is one or two requests anyway, and the page cache takes them at once.
 DIRECT_FROM_BYTES = 4 << 20
@@ -176,17 +176,64 @@ class LocalTier:
     def _written_scratch(self, scratch: str, data: bytes) -> Iterator[str]:
         can = self._can()
         path = self._join(scratch)
-        fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o666)
         try:
-            try:
-                engines.write_all(fd, [memoryview(data)], 0)
-                sync_file(os.fsync, fd, can)
-            finally:
-                os.close(fd)
+            _overwrite(path, data, os.O_CREAT, can)
             yield path
         finally:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
+
+    def reserve(self, name: str, *, scratch: str) -> LocalReservation:
+        """Make an empty file ``scratch``. Its removal is the revocation."""
+        path = self._join(scratch)
+        os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
+        return LocalReservation(self, name, scratch)
+
+    def revoke(self, name: str, *, scratch: str) -> bool:
+        """Remove ``scratch``: a commit links or renames it, and finds nothing from now on."""
+        self.delete(scratch)
+        return True
+
+    def commit_scratch(self, name: str, data: bytes, scratch: str, over: bytes | None) -> None:
+        """Fill ``scratch``, which must be there, and make it ``name``; see `Reservation.commit`.
+
+        Where the mount can neither link nor rename, a revocation is noticed only if it comes before
+        the record is written under its own name.
+        """
+        try:
+            if not self._if_offered(lambda: self._fill_and_name(scratch, data, name, over)):
+                self.size(scratch)  # raises if it is gone
+                if self.must_replace(name, over):
+                    self.delete(name)
+                self.write_shard(name, [memoryview(data)], len(data))
+        except FileNotFoundError as error:
+            raise ReservationRevoked(errno.ENOENT, "was taken away", self._join(scratch)) from error
+        self.delete(scratch)
+        self.sync()
+
+    def _fill_and_name(self, scratch: str, data: bytes, name: str, over: bytes | None) -> None:
+        source, target = self._join(scratch), self._join(name)
+        _overwrite(source, data, 0, self._can())
+        if self.must_replace(name, over):
+            os.rename(source, target)
+        else:
+            _link_exclusively(source, target, self._can())
+
+    def must_replace(self, name: str, over: bytes | None) -> bool:
+        """Tell whether ``name`` is there. It is asked right before it is replaced.
+
+        Raises:
+            FileExistsError: it holds something else than ``over``.
+        """
+        if over is None:
+            return False  # `link` asks, and acts in the same moment
+        try:
+            held = self.read(name)
+        except FileNotFoundError:
+            return False
+        if held != over:
+            raise FileExistsError(errno.EEXIST, "holds something else by now", self._join(name))
+        return True
 
     def delete(self, name: str) -> None:
         """Unlink a file."""
@@ -237,6 +284,31 @@ def at_home(path: str) -> str:
     if expanded.startswith("~"):
         raise BadLocation(path, f"there is no home folder {path.partition('/')[0]}")
     return expanded
+
+
+class LocalReservation:
+    """A file that a commit needs to be there. See `Reservation`."""
+
+    def __init__(self, tier: LocalTier, name: str, scratch: str) -> None:
+        self._tier, self._name, self._scratch = tier, name, scratch
+
+    def commit(self, data: bytes, *, over: bytes | None) -> None:
+        """Write the file, fsync it, link or rename it to its name, fsync the folder."""
+        self._tier.commit_scratch(self._name, data, self._scratch, over)
+
+    def cancel(self) -> None:
+        """Remove the file."""
+        self._tier.delete(self._scratch)
+
+
+def _overwrite(path: str, data: bytes, flags: int, can: Abilities) -> None:
+    """Make a file hold ``data``, durably. ``flags``: `os.O_CREAT` if it need not be there."""
+    fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
+    try:
+        engines.write_all(fd, [memoryview(data)], 0)
+        sync_file(os.fsync, fd, can)
+    finally:
+        os.close(fd)
 
 
 def _sync_folder(path: str) -> None:

@@ -6,13 +6,16 @@ renamed or copied.
 
 from __future__ import annotations
 
+import contextlib
 import errno
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+from dcp_checkfreq.format import names
 from dcp_checkfreq.storage.remote_files import RETRY_FOR_S, FsspecFiles, Head, files_of
 from dcp_checkfreq.storage.remote_options import Options
-from dcp_checkfreq.storage.tier import Entry
+from dcp_checkfreq.storage.tier import Entry, ReservationRevoked
 
 READS_AT_ONCE = 8  # an answer takes tens of milliseconds, whatever its size
 
@@ -114,6 +117,42 @@ class RemoteTier:
         """Write an object in one request, over what was there."""
         self._files.write(self._path(name), data)
 
+    def reserve(self, name: str, *, scratch: str) -> RemoteReservation:
+        """Write a small object ``scratch``; who changes it first, decides."""
+        target, path = self._path(name), self._path(scratch)
+        self._files.try_conditions(target, path)  # now: later the name is in use
+        mark = open_mark()
+        version = self._files.write(path, mark)
+        return RemoteReservation(self._files, target, path, mark, version)
+
+    def revoke(self, name: str, *, scratch: str) -> bool:
+        """Change ``scratch`` before a commit does, and remove it."""
+        path = self._path(scratch)
+        self._files.try_conditions(path, self._path(names.scratch_metadata(names.new_attempt())))
+        for _ in range(2):  # the second time it says what the first one came too late for
+            try:
+                held = self._files.read(path)
+            except FileNotFoundError:
+                return True
+            if not is_open(held):
+                return self._is_held(name, held) and self._removed(path)
+            try:
+                self._files.write_over(path, REVOKED, held)
+            except (FileExistsError, FileNotFoundError):
+                continue
+            return self._removed(path)
+        return False
+
+    def _is_held(self, name: str, record: bytes) -> bool:
+        try:
+            return self._files.read(self._path(name)) == record
+        except FileNotFoundError:
+            return False
+
+    def _removed(self, path: str) -> bool:
+        self._files.delete(path)
+        return True
+
     def delete(self, name: str) -> None:
         """Remove an object."""
         self._files.delete(self._path(name))
@@ -125,6 +164,58 @@ class RemoteTier:
     def abort_uploads(self, is_ours: Callable[[str], bool], *, before_s: float) -> Sequence[str]:
         """Abort uploads in this folder that were begun before ``before_s`` and never finished."""
         return self._files.abort_uploads(self._path(), is_ours, before_s)
+
+
+class RemoteReservation:
+    """An object that is changed twice at most: by a commit to the record, or by a revocation.
+
+    From the first change on the commit is decided; the second write makes it visible. A process
+    that dies between the two leaves the record in the reservation.
+    """
+
+    def __init__(
+        self, files: FsspecFiles, path: str, scratch: str, mark: bytes, version: object
+    ) -> None:
+        self._files, self._path, self._scratch = files, path, scratch
+        self._mark, self._version = mark, version
+        self._is_decided = False  # it holds the record
+
+    def commit(self, data: bytes, *, over: bytes | None) -> None:
+        """Put the record into the reservation, then under its name, then remove the reservation."""
+        if not self._is_decided:
+            try:
+                self._files.write_over(self._scratch, data, self._mark, version=self._version)
+            except (FileNotFoundError, FileExistsError) as error:
+                raise ReservationRevoked(errno.ENOENT, "was taken away", self._scratch) from error
+            self._is_decided = True
+        if over is None:
+            self._files.write_new(self._path, data, self._scratch)
+        else:
+            try:
+                self._files.write_over(self._path, data, over)
+            except FileNotFoundError:
+                self._files.write_new(self._path, data, self._scratch)
+        # An error here is none of the commit; cleaning knows by the content that it is over.
+        with contextlib.suppress(OSError):
+            self.cancel()
+
+    def cancel(self) -> None:
+        """Remove the object."""
+        self._files.delete(self._scratch)
+
+
+REVOKED = b"revoked"
+_OPEN = b"open "
+
+
+def open_mark() -> bytes:
+    """Return what a reservation holds that was neither used nor revoked, unlike any other."""
+    return _OPEN + uuid.uuid4().hex.encode()
+
+
+def is_open(held: bytes) -> bool:
+    """Tell whether a reservation was neither used nor revoked."""
+    return held.startswith(_OPEN)
 
 
 class RemoteReader:

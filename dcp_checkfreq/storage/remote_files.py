@@ -51,6 +51,14 @@ class Head:
     version: object  # equal only for the same content written by the same call
 
 
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """Which conditional writes a server honours."""
+
+    create: bool  # only if the name is free
+    replace: bool  # only if the content is the one that is known
+
+
 class FsspecFiles:
     """Whole and ranged reads, writes, listing. All paths are as the file system has them."""
 
@@ -65,7 +73,7 @@ class FsspecFiles:
         self._fs: Any = None
         self._pid = 0
         self.make_locks()
-        self._creates: dict[str, bool] = {}  # by bucket: whether a conditional write is honoured
+        self._honours: dict[str, Conditions] = {}  # by bucket
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.protocol!r}, {self.options!r})"
@@ -217,12 +225,13 @@ class FsspecFiles:
         check_size(len(content), at_most_bytes, path)
         return content
 
-    def write(self, path: str, data: bytes) -> None:
-        """Make ``path`` hold ``data``, whatever it held."""
-        self.call(path, lambda fs: self._write(fs, path, data))
+    def write(self, path: str, data: bytes) -> object:
+        """Make ``path`` hold ``data``, whatever it held. Return what `write_over` can use."""
+        return self.call(path, lambda fs: self._write(fs, path, data))
 
-    def _write(self, fs: Any, path: str, data: bytes, mark: str = "") -> None:
+    def _write(self, fs: Any, path: str, data: bytes, mark: str = "") -> object:
         fs.pipe_file(path, data)
+        return None
 
     def write_new(self, path: str, data: bytes, scratch: str) -> None:
         """Make ``path`` hold ``data`` if it is not there; else raise `FileExistsError`.
@@ -230,22 +239,64 @@ class FsspecFiles:
         A request may be repeated, also by a client on its own, after an answer was lost. So a name
         that is taken is looked at: perhaps this very call has taken it.
         """
-        exclusive = self._creates_exclusively(path, scratch)
+        exclusive = self.try_conditions(path, scratch).create
+
+        def put(fs: Any, mark: str) -> None:
+            if exclusive:
+                self._write_if_absent(fs, path, data, mark)
+            else:
+                self._look_and_write(fs, path, data, mark)
+
+        self._put_once(path, data, put)
+
+    def write_over(self, path: str, data: bytes, held: bytes, *, version: object = None) -> None:
+        """Make ``path`` hold ``data`` if it holds ``held``.
+
+        Args:
+            path: of a file for whose bucket `try_conditions` was called.
+            data: new content.
+            held: old content.
+            version: of ``held``, if `write` has returned one.
+
+        Raises:
+            FileNotFoundError: it is not there.
+            FileExistsError: it holds something else, which stays.
+        """
+        conditional = self._honours[self._bucket(path)].replace
+
+        def put(fs: Any, mark: str) -> None:
+            if conditional:
+                self._write_if_same(fs, path, data, mark, held, version)
+            else:
+                self._compare_and_write(fs, path, data, mark, held)
+
+        self._put_once(path, data, put)
+
+    def _put_once(self, path: str, data: bytes, put: Callable[[Any, str], None]) -> None:
         mark = uuid.uuid4().hex
 
-        def put(fs: Any) -> None:
+        def try_it(fs: Any) -> None:
             try:
-                if exclusive:
-                    self._write_if_absent(fs, path, data, mark)
-                else:
-                    self._look_and_write(fs, path, data, mark)
+                put(fs, mark)
             except Exception as error:
                 if not is_taken(error):
                     raise
                 if not self._is_mine(fs, path, data, mark):
                     raise FileExistsError(errno.EEXIST, "is there already", path) from error
 
-        self.call(path, put)
+        self.call(path, try_it)
+
+    def _write_if_same(
+        self, fs: Any, path: str, data: bytes, mark: str, held: bytes, version: object
+    ) -> None:
+        """Write in one request that fails if ``path`` has changed. fsspec itself knows none."""
+        raise NotImplementedError
+
+    def _compare_and_write(self, fs: Any, path: str, data: bytes, mark: str, held: bytes) -> None:
+        with _creating:
+            if self._read(fs, path, LARGEST_SMALL_FILE_BYTES) != held:
+                raise FileExistsError(errno.EEXIST, "holds something else by now", path)
+            self._write(fs, path, data, mark)
 
     def _write_if_absent(self, fs: Any, path: str, data: bytes, mark: str) -> None:
         with _creating:
@@ -267,13 +318,16 @@ class FsspecFiles:
                 return
         raise FileExistsError(errno.EEXIST, "is there already", path)
 
-    def _creates_exclusively(self, path: str, scratch: str) -> bool:
-        """Tell whether the server refuses to write over a file when asked to; tried out once."""
-        bucket = path.lstrip("/").partition("/")[0]
-        known = self._creates.get(bucket)
+    def _bucket(self, path: str) -> str:
+        return path.lstrip("/").partition("/")[0]
+
+    def try_conditions(self, path: str, scratch: str) -> Conditions:
+        """Return which conditional writes the server honours; tried out once per bucket."""
+        bucket = self._bucket(path)
+        known = self._honours.get(bucket)
         if known is None:
-            known = self._creates[bucket] = self.call(scratch, lambda fs: self._try(fs, scratch))
-            if not known:
+            known = self._honours[bucket] = self.call(scratch, lambda fs: self._try(fs, scratch))
+            if not known.create:
                 _log.warning(
                     "%s://%s has no conditional writes: two runs that save the same step at the "
                     "same moment are not told apart there",
@@ -282,17 +336,32 @@ class FsspecFiles:
                 )
         return known
 
-    def _try(self, fs: Any, scratch: str) -> bool:
-        self._write(fs, scratch, b"first")
+    def _try(self, fs: Any, scratch: str) -> Conditions:
         try:
-            self._write_if_absent(fs, scratch, b"second", "")
+            self._write(fs, scratch, b"first")
+            create = self._is_stopped(lambda: self._write_if_absent(fs, scratch, b"second", ""))
+            self._write(fs, scratch, b"third")
+            wrong = self._wrong_version()
+            replace = wrong is not None and self._is_stopped(
+                lambda: self._write_if_same(fs, scratch, b"fourth", "", b"third", wrong)
+            )
+            return Conditions(create=create, replace=replace)
+        finally:
+            self._delete(fs, scratch)
+
+    def _is_stopped(self, write: Callable[[], None]) -> bool:
+        """Tell whether a write is stopped by a condition that does not hold."""
+        try:
+            write()
         except Exception as error:
             if not (is_taken(error) or self._refuses(error)):
                 raise
             return is_taken(error)
-        finally:
-            self._delete(fs, scratch)
         return False
+
+    def _wrong_version(self) -> object:
+        """Return a version that no file has; None if writes know no versions."""
+        return None
 
     def _refuses(self, error: Exception) -> bool:
         return isinstance(error, NotImplementedError | TypeError | ValueError)

@@ -121,14 +121,28 @@ class S3Files(FsspecFiles):
     def _read(self, fs: Any, path: str, at_most_bytes: int) -> bytes:
         return _get(fs, path, at_most_bytes)
 
-    def _write(self, fs: Any, path: str, data: bytes, mark: str = "", **more: Any) -> None:
+    def _write(self, fs: Any, path: str, data: bytes, mark: str = "", **more: Any) -> object:
         bucket, key, _ = fs.split_path(path)
         if mark:
             more["Metadata"] = {_MARK: mark}
-        fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, **more)
+        return fs.call_s3("put_object", Bucket=bucket, Key=key, Body=data, **more).get("ETag")
 
     def _write_if_absent(self, fs: Any, path: str, data: bytes, mark: str) -> None:
         self._write(fs, path, data, mark, IfNoneMatch="*")
+
+    def _write_if_same(
+        self, fs: Any, path: str, data: bytes, mark: str, held: bytes, version: object
+    ) -> None:
+        if version is None:
+            version = self._head(fs, path).version
+            if (
+                self._read(fs, path, LARGEST_SMALL_FILE_BYTES) != held
+            ):  # if it changes after this, the version differs
+                raise FileExistsError(errno.EEXIST, "holds something else by now", path)
+        self._write(fs, path, data, mark, IfMatch=version)
+
+    def _wrong_version(self) -> object:
+        return f'"{"0" * 32}"'
 
     def _is_mine(self, fs: Any, path: str, data: bytes, mark: str) -> bool:
         bucket, key, _ = fs.split_path(path)

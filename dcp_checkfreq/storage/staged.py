@@ -25,6 +25,7 @@ from dcp_checkfreq.storage.staging_area import StagingArea, note_of
 from dcp_checkfreq.storage.tier import (
     Entry,
     RangeReader,
+    Reservation,
     StaleCredentials,
     Tier,
     abort_uploads,
@@ -195,6 +196,14 @@ class StagedTier:
     def replace(self, name: str, data: bytes, *, scratch: str) -> None:
         """Replace a file on the slow side."""
         self.slow.replace(name, data, scratch=scratch)
+
+    def reserve(self, name: str, *, scratch: str) -> Reservation:
+        """Reserve a name on the slow side."""
+        return self.slow.reserve(name, scratch=scratch)
+
+    def revoke(self, name: str, *, scratch: str) -> bool:
+        """Revoke a reservation on the slow side."""
+        return self.slow.revoke(name, scratch=scratch)
 
     def delete(self, name: str) -> None:
         """Remove a file from the slow side."""

@@ -39,7 +39,6 @@ from dcp_checkfreq.storage.tier import (
 
 _log = logging.getLogger(__name__)
 
-ROOT_ID = "root-id"
 _LONGEST_ID_BYTES = 4096
 _NOTE = ".up"
 # Left free for everybody else on the node's disk.
@@ -308,7 +307,9 @@ class StagingArea:
             self.clear({})
             self.local.make()
             self.local.replace(
-                ROOT_ID, root_id.encode(), scratch=f"{ROOT_ID}.{names.new_attempt()}.tmp"
+                names.ROOT_ID,
+                root_id.encode(),
+                scratch=f"{names.ROOT_ID}.{names.new_attempt()}.tmp",
             )
 
     def root_id(self) -> str | None:
@@ -323,7 +324,7 @@ def read_root_id(folder: Tier) -> str | None:
         OSError: of the storage.
     """
     try:
-        content = read_small(folder, ROOT_ID, at_most_bytes=_LONGEST_ID_BYTES)
+        content = read_small(folder, names.ROOT_ID, at_most_bytes=_LONGEST_ID_BYTES)
     except (FileNotFoundError, OddFile, IsADirectoryError):
         return None
     return content.decode(errors="replace")

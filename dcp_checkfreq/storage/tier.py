@@ -64,6 +64,40 @@ class RangeReader(Protocol):
         ...
 
 
+class ReservationRevoked(FileNotFoundError):
+    """Someone has taken the right to commit away: what the record would name may be gone.
+
+    Nothing was created.
+    """
+
+
+class Reservation(Protocol):
+    """The right to commit one record, from the start of a save on; used by one thread at a time.
+
+    It is kept on the storage, where other processes can see it and `Tier.revoke` it. Commit and
+    revocation exclude each other: of the two, only the first has an effect.
+    """
+
+    def commit(self, data: bytes, *, over: bytes | None) -> None:
+        """Make the reserved name exist with exactly ``data``: atomically and durably.
+
+        Args:
+            data: the record.
+            over: what the name may hold until now, to be replaced by ``data``. None: nothing.
+
+        Raises:
+            FileExistsError: the name holds something else, which stays. Nothing was created, and
+                the same record may be committed again.
+            ReservationRevoked: nothing was created, and nothing can be any more.
+            OSError: anything else leaves it open whether the record was created.
+        """
+        ...
+
+    def cancel(self) -> None:
+        """Give it up. No error if it was used, cancelled or revoked."""
+        ...
+
+
 @runtime_checkable
 class Tier(Protocol):
     """One folder of a storage."""
@@ -129,6 +163,24 @@ class Tier(Protocol):
 
     def replace(self, name: str, data: bytes, *, scratch: str) -> None:
         """Like `create`, but an existing file is replaced: old content or new, never a mix."""
+        ...
+
+    def reserve(self, name: str, *, scratch: str) -> Reservation:
+        """Return the right to `create` or `replace` ``name`` later.
+
+        ``scratch`` is a name of its own. Until the reservation is used, cancelled or revoked, a
+        file of that name shows that a save is under way here, and since when.
+        """
+        ...
+
+    def revoke(self, name: str, *, scratch: str) -> bool:
+        """Make sure that the reservation ``scratch`` of ``name`` commits nothing from now on.
+
+        What it has committed before this returns can be read. No error if there is none.
+
+        Returns:
+            False: it is committing now, and cannot be stopped.
+        """
         ...
 
     def delete(self, name: str) -> None:

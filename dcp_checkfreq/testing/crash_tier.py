@@ -21,7 +21,7 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.storage.tier import Entry
+from dcp_checkfreq.storage.tier import Entry, ReservationRevoked
 from dcp_checkfreq.testing.memory_tier import MemoryReader, MemoryTier, check_name
 
 Keep: TypeAlias = Literal["none", "all"] | int
@@ -113,6 +113,21 @@ class _Disk:
             if here:
                 self.dead = f"step {self.crash_at}, after {doing}"
                 raise PowerLoss(self.dead)
+
+
+class CrashReservation:
+    """A file that a commit needs to be there. See `Reservation`."""
+
+    def __init__(self, tier: CrashTier, name: str, scratch: str) -> None:
+        self._tier, self._name, self._scratch = tier, name, scratch
+
+    def commit(self, data: bytes, *, over: bytes | None) -> None:
+        """Make the reserved name hold ``data``."""
+        self._tier.commit(self._name, data, self._scratch, over)
+
+    def cancel(self) -> None:
+        """Remove the file: one step, or none if it is gone."""
+        self._tier.delete(self._scratch)
 
 
 class CrashTier:
@@ -279,6 +294,43 @@ class CrashTier:
                 f"rename to {self._shown(name)}",
                 lambda: folder.change({name: file, scratch: None}),
             )
+        self.sync()
+
+    def reserve(self, name: str, *, scratch: str) -> CrashReservation:
+        """Make an empty file ``scratch``: one step. Its removal is the revocation."""
+        check_name(name)
+        self._new_file(scratch)
+        return CrashReservation(self, name, scratch)
+
+    def revoke(self, name: str, *, scratch: str) -> bool:
+        """Remove ``scratch``: one step."""
+        check_name(name)
+        self._unlink(scratch)
+        return True
+
+    def commit(self, name: str, data: bytes, scratch: str, over: bytes | None) -> None:
+        """Write and sync ``scratch``, link or rename it to ``name``, sync the folder."""
+        with self._disk.lock:
+            self._disk.check_power()
+            folder = self._folder()
+            file = folder.seen.get(scratch)
+            if not isinstance(file, _File):
+                raise ReservationRevoked(f"{self.location}: {scratch!r} was taken away")
+        file.seen.clear()
+        file.durable_bytes = 0
+        self._append(file, scratch, bytes(data))
+        self._sync_file(file, scratch)
+        with self._disk.lock:
+            self._disk.check_power()
+            held = folder.seen.get(name)
+            if held is not None and not (isinstance(held, _File) and bytes(held.seen) == over):
+                raise FileExistsError(f"{self.location}: {name!r} is taken")
+            if folder.seen.get(scratch) is not file:
+                raise ReservationRevoked(f"{self.location}: {scratch!r} was taken away")
+            owners: _Owners = {name: file} if held is None else {name: file, scratch: None}
+            verb = "link" if held is None else "rename to"
+            self._disk.step(f"{verb} {self._shown(name)}", lambda: folder.change(owners))
+        self._unlink(scratch)
         self.sync()
 
     def delete(self, name: str) -> None:

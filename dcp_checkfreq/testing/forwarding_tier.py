@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Literal, TypeVar
 
-from dcp_checkfreq.storage.tier import Entry, RangeReader, Tier, read_small
+from dcp_checkfreq.storage.tier import Entry, RangeReader, Reservation, Tier, read_small
 
 Verb = Literal[
     "make",
@@ -18,6 +18,8 @@ Verb = Literal[
     "sync",
     "create",
     "replace",
+    "reserve",
+    "revoke",
     "delete",
     "remove",
 ]
@@ -107,6 +109,15 @@ class ForwardingTier:
         """Hand on `replace`."""
         self._top.around("replace", name, lambda: self.inner.replace(name, data, scratch=scratch))
 
+    def reserve(self, name: str, *, scratch: str) -> ForwardingReservation:
+        """Hand on `reserve`. Its commit goes through `around` as ``create`` or ``replace``."""
+        made = self._top.around("reserve", name, lambda: self.inner.reserve(name, scratch=scratch))
+        return ForwardingReservation(self._top, name, scratch, made)
+
+    def revoke(self, name: str, *, scratch: str) -> bool:
+        """Hand on `revoke`."""
+        return self._top.around("revoke", name, lambda: self.inner.revoke(name, scratch=scratch))
+
     def delete(self, name: str) -> None:
         """Hand on `delete`."""
         self._top.around("delete", name, lambda: self.inner.delete(name))
@@ -114,6 +125,22 @@ class ForwardingTier:
     def remove(self) -> None:
         """Hand on `remove`."""
         self._top.around("remove", self._folder, self.inner.remove)
+
+
+class ForwardingReservation:
+    """A reservation whose calls go through `ForwardingTier.around`."""
+
+    def __init__(self, top: ForwardingTier, name: str, scratch: str, inner: Reservation) -> None:
+        self._top, self._name, self._scratch, self._inner = top, name, scratch, inner
+
+    def commit(self, data: bytes, *, over: bytes | None) -> None:
+        """Hand it on as ``create``, or as ``replace`` if something may be replaced."""
+        verb: Verb = "create" if over is None else "replace"
+        self._top.around(verb, self._name, lambda: self._inner.commit(data, over=over))
+
+    def cancel(self) -> None:
+        """Hand it on as ``delete`` of the temporary name."""
+        self._top.around("delete", self._scratch, self._inner.cancel)
 
 
 class _ForwardingReader:

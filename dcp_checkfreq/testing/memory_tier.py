@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.storage.tier import Entry
+from dcp_checkfreq.storage.tier import Entry, ReservationRevoked
 
 Path = tuple[str, ...]
 
@@ -49,6 +49,21 @@ class MemoryReader:
 
     def close(self) -> None:
         """Do nothing: there is no descriptor to give back."""
+
+
+class MemoryReservation:
+    """A file that a commit needs to be there. See `Reservation`."""
+
+    def __init__(self, tier: MemoryTier, name: str, scratch: str) -> None:
+        self._tier, self._name, self._scratch = tier, name, scratch
+
+    def commit(self, data: bytes, *, over: bytes | None) -> None:
+        """Make the reserved name hold ``data``."""
+        self._tier.commit(self._name, data, self._scratch, over)
+
+    def cancel(self) -> None:
+        """Remove the file."""
+        self._tier.delete(self._scratch)
 
 
 class MemoryTier:
@@ -162,6 +177,30 @@ class MemoryTier:
         check_name(name)
         with self._tree.lock:
             self._must_not_be_a_folder(name)
+            self._folder()[name] = _File(bytes(data), self._tree.clock.wall_s())
+
+    def reserve(self, name: str, *, scratch: str) -> MemoryReservation:
+        """Make an empty file ``scratch``. Its removal is the revocation."""
+        check_name(name)
+        self._add(scratch, b"")
+        return MemoryReservation(self, name, scratch)
+
+    def revoke(self, name: str, *, scratch: str) -> bool:
+        """Remove ``scratch``."""
+        check_name(name)
+        self.delete(scratch)
+        return True
+
+    def commit(self, name: str, data: bytes, scratch: str, over: bytes | None) -> None:
+        """See `Reservation.commit`: all of it in one moment."""
+        with self._tree.lock:
+            if scratch not in self._tree.folders.get(self._path, {}):
+                raise ReservationRevoked(f"{self.location}: {scratch!r} was taken away")
+            held = self._folder().get(name)
+            if held is not None and held.content != over:
+                raise FileExistsError(f"{self.location}: {name!r} is taken")
+            self._must_not_be_a_folder(name)
+            self._folder().pop(scratch)
             self._folder()[name] = _File(bytes(data), self._tree.clock.wall_s())
 
     def delete(self, name: str) -> None:

@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-from dcp_checkfreq.storage.tier import Tier
+from dcp_checkfreq.storage.tier import Reservation, ReservationRevoked, Tier
 
 ODD_NAMES = (
     "plain",
@@ -30,6 +30,8 @@ ODD_NAMES = (
     ".metadata",
     "__0_0_0123456789abcdef.distcp",
 )
+RESERVED = ".metadata.0123456789ab.tmp"
+RESERVED_TOO = ".metadata.ba9876543210.tmp"
 SIZES_BYTES = (0, 1, 511, 512, 4095, 4096, 4097, 65_536, (1 << 20) + 1)
 
 
@@ -37,6 +39,7 @@ class TierSuite:
     """The promises of `Tier`, each as one test. Reads what was written without the tier."""
 
     keeps_empty_folders = True  # False for object stores, where folders are parts of names
+    turns = 16  # of what is tried several times because its order is left to chance
 
     def make_tier(self, tmp_path: Path) -> Tier:
         """Return a tier of an empty folder, which need not exist yet."""
@@ -252,6 +255,98 @@ class TierSuite:
             got[:] = b"old"
         reader.close()
         assert got == b"old"
+
+    # --- reserve, commit, revoke ---------------------------------------------------------
+
+    def test_a_reservation_commits_the_record_and_leaves_nothing_else(self, tmp_path: Path) -> None:
+        """`reserve`, a listing, `commit`."""
+        tier = self.made(tmp_path)
+        reservation = tier.reserve("a", scratch=RESERVED)
+        assert [entry.name for entry in tier.list()] == [RESERVED]
+        expect(FileNotFoundError, tier.read, "a")
+        reservation.commit(b"record", over=None)
+        assert self.raw_files(tier, tmp_path) == {"a": b"record"}
+        reservation.cancel()
+        assert self.raw_files(tier, tmp_path) == {"a": b"record"}
+
+    def test_what_was_revoked_or_cancelled_commits_nothing(self, tmp_path: Path) -> None:
+        """`revoke` and `cancel` before `commit`, over nothing and over something."""
+        tier = self.made(tmp_path)
+        tier.create("old", b"old", scratch="s")
+        for name, over in (("new", None), ("old", b"old")):
+            reservation = tier.reserve(name, scratch=RESERVED)
+            assert tier.revoke(name, scratch=RESERVED)
+            expect(ReservationRevoked, reservation.commit, b"record", over=over)
+            reservation.cancel()
+            reservation = tier.reserve(name, scratch=RESERVED)
+            reservation.cancel()
+            expect(ReservationRevoked, reservation.commit, b"record", over=over)
+        assert self.raw_files(tier, tmp_path) == {"old": b"old"}
+
+    def test_a_revocation_takes_back_nothing_that_was_committed(self, tmp_path: Path) -> None:
+        """`commit`, then `revoke`, and `revoke` of what was never there."""
+        tier = self.made(tmp_path)
+        tier.reserve("a", scratch=RESERVED).commit(b"record", over=None)
+        assert tier.revoke("a", scratch=RESERVED)
+        assert tier.revoke("b", scratch=RESERVED)
+        tier.child("missing").revoke("a", scratch=RESERVED)
+        assert self.raw_files(tier, tmp_path) == {"a": b"record"}
+
+    def test_a_commit_replaces_only_what_it_was_told_of(self, tmp_path: Path) -> None:
+        """`commit` over a free name, the right content, other content, and a taken name."""
+        tier = self.made(tmp_path)
+        tier.reserve("a", scratch=RESERVED).commit(b"one", over=b"gone meanwhile")
+        tier.reserve("a", scratch=RESERVED).commit(b"two", over=b"one")
+        for over in (b"one", None):
+            reservation = tier.reserve("a", scratch=RESERVED)
+            expect(FileExistsError, reservation.commit, b"three", over=over)
+            assert tier.read("a") == b"two"
+            reservation.cancel()
+        reservation = tier.reserve("a", scratch=RESERVED)
+        expect(FileExistsError, reservation.commit, b"three", over=b"one")
+        reservation.commit(b"three", over=b"two")
+        assert self.raw_files(tier, tmp_path) == {"a": b"three"}
+
+    def test_reservations_of_one_name_do_not_touch_each_other(self, tmp_path: Path) -> None:
+        """Two of them, one revoked; then two, of which only one can commit."""
+        tier = self.made(tmp_path)
+        first = tier.reserve("a", scratch=RESERVED)
+        second = tier.reserve("a", scratch=RESERVED_TOO)
+        assert tier.revoke("a", scratch=RESERVED)
+        second.commit(b"second", over=None)
+        expect(ReservationRevoked, first.commit, b"first", over=None)
+        third = tier.reserve("a", scratch=RESERVED)
+        expect(FileExistsError, third.commit, b"third", over=None)
+        third.cancel()
+        assert self.raw_files(tier, tmp_path) == {"a": b"second"}
+
+    def test_a_commit_and_a_revocation_at_once_exclude_each_other(self, tmp_path: Path) -> None:
+        """16 times over: what is there afterwards is what both were told."""
+        tier = self.made(tmp_path)
+        for turn in range(self.turns):
+            name = f"turn {turn}"
+            reservation = tier.reserve(name, scratch=RESERVED)
+            told: list[bool] = []
+
+            def commit_or_revoke(
+                who: int,
+                reservation: Reservation = reservation,
+                name: str = name,
+                told: list[bool] = told,
+            ) -> None:
+                if who == 0:
+                    reservation.commit(b"record", over=None)
+                else:
+                    told.append(tier.revoke(name, scratch=RESERVED))
+
+            (committed, refused) = at_once(2, commit_or_revoke)
+            assert refused is None, refused
+            assert committed is None or isinstance(committed, ReservationRevoked), committed
+            there = name in self.raw_files(tier, tmp_path)
+            assert there == (committed is None)
+            if told == [False]:
+                assert there, "what could not be stopped has not committed"
+            reservation.cancel()
 
     # --- write_shard ---------------------------------------------------------------------
 

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.slow
 class _OnS3(TierSuite):
     keeps_empty_folders = False
     move_with = "auto"
+    turns = 4
 
     @pytest.fixture(autouse=True)
     def _on(self, weed, root, boto, uploads, monkeypatch):

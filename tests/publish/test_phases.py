@@ -57,7 +57,13 @@ def test_deleting_ends_in_abandoned_from_where_nothing_leads_on():
 def test_only_durable_files_are_published():
     for (phase, event), following in NEXT.items():
         if following in (Phase.PUBLISHED, Phase.UNKNOWN):
-            assert phase in (Phase.WRITTEN, Phase.UNKNOWN), (phase, event)
+            assert phase in (Phase.COMMITTING, Phase.UNKNOWN), (phase, event)
+    assert {p for (p, _), to in NEXT.items() if to is Phase.COMMITTING} == {Phase.WRITTEN}
+
+
+def test_from_the_call_of_the_commit_until_its_answer_nothing_may_be_deleted():
+    assert not may_delete(Phase.COMMITTING)
+    assert (Phase.COMMITTING, Event.FAILED) not in NEXT
 
 
 def test_a_commit_without_an_answer_is_never_called_failed():

@@ -26,10 +26,10 @@ from dcp_checkfreq.errors import (
 )
 from dcp_checkfreq.format import names
 from dcp_checkfreq.publish.assemble import assemble
-from dcp_checkfreq.publish.publisher import publish
+from dcp_checkfreq.publish.publisher import publish, reserve
 from dcp_checkfreq.shards.layout import RankReport
 from dcp_checkfreq.storage.local import LocalTier
-from dcp_checkfreq.testing import ForwardingTier, MemoryTier
+from dcp_checkfreq.testing import ForwardingTier, ManualClock, MemoryTier
 
 ATTEMPT = "0123456789ab"
 RECORD = b"record"
@@ -40,22 +40,38 @@ def folder(content=None):
     return root, root.child("step_1")
 
 
+def commit(tier, record, *, overwrite, files=None):
+    return publish(
+        tier,
+        record,
+        reservation=reserve(tier, ATTEMPT),
+        files=files or {},
+        may_replace=(lambda: True) if overwrite else None,
+        clock=ManualClock(),
+    )
+
+
+def committed(files):
+    """Return what is there but for reservations: who has made one cancels it."""
+    return {path: data for path, data in files.items() if not path.endswith(".tmp")}
+
+
 def test_the_record_is_there_when_it_returns():
     root, tier = folder()
-    publish(tier, RECORD, attempt=ATTEMPT, overwrite=False)
+    commit(tier, RECORD, overwrite=False)
     assert root.files() == {"step_1/.metadata": RECORD}
 
 
 def test_a_checkpoint_that_is_there_stays():
     root, tier = folder(b"old")
     with pytest.raises(CheckpointExists):
-        publish(tier, RECORD, attempt=ATTEMPT, overwrite=False)
-    assert root.files() == {"step_1/.metadata": b"old"}
+        commit(tier, RECORD, overwrite=False)
+    assert committed(root.files()) == {"step_1/.metadata": b"old"}
 
 
 def test_a_checkpoint_that_is_there_is_replaced_when_asked():
     root, tier = folder(b"old")
-    publish(tier, RECORD, attempt=ATTEMPT, overwrite=True)
+    commit(tier, RECORD, overwrite=True)
     assert root.files() == {"step_1/.metadata": RECORD}
 
 
@@ -84,9 +100,9 @@ def test_a_storage_that_surely_refused_is_a_failed_save(code, old):
     before = root.files()
     tier = Refusing(root, OSError(code, "no")).child("step_1")
     with pytest.raises(SaveFailed) as raised:
-        publish(tier, RECORD, attempt=ATTEMPT, overwrite=bool(old))
+        commit(tier, RECORD, overwrite=bool(old))
     assert not isinstance(raised.value, PublishUnknown)
-    assert root.files() == before
+    assert committed(root.files()) == before
 
 
 @pytest.mark.parametrize("code", [errno.EIO, errno.ETIMEDOUT, None])
@@ -94,7 +110,7 @@ def test_an_error_that_says_nothing_is_unknown(code):
     root, _ = folder()
     tier = Refusing(root, OSError(code, "?")).child("step_1")
     with pytest.raises(PublishUnknown):
-        publish(tier, RECORD, attempt=ATTEMPT, overwrite=False)
+        commit(tier, RECORD, overwrite=False)
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.ETIMEDOUT])
@@ -102,7 +118,7 @@ def test_without_a_second_look_it_is_unknown(code):
     root, _ = folder()
     tier = Refusing(root, OSError(code, "?"), second=OSError(errno.EIO, "again")).child("step_1")
     with pytest.raises(PublishUnknown, match="again"):
-        publish(tier, RECORD, attempt=ATTEMPT, overwrite=False)
+        commit(tier, RECORD, overwrite=False)
 
 
 class StruckAfterTheCommit(ForwardingTier):
@@ -123,12 +139,7 @@ class StruckAfterTheCommit(ForwardingTier):
 @pytest.mark.parametrize("strike", [OSError("lost answer"), TimeoutError("lost answer")])
 def test_a_commit_that_landed_is_published_whatever_the_answer_was(overwrite, strike):
     inner = MemoryTier.holding({"step_1/": b""})
-    publish(
-        StruckAfterTheCommit(inner, strike).child("step_1"),
-        b"record",
-        attempt="0123456789ab",
-        overwrite=overwrite,
-    )
+    commit(StruckAfterTheCommit(inner, strike).child("step_1"), b"record", overwrite=overwrite)
     assert inner.files() == {"step_1/.metadata": b"record"}
 
 
@@ -137,7 +148,7 @@ def test_after_an_io_error_a_commit_that_seems_to_have_landed_stays_unknown():
     inner = MemoryTier.holding({"step_1/": b""})
     tier = StruckAfterTheCommit(inner, OSError(errno.EIO, "fsync failed")).child("step_1")
     with pytest.raises(PublishUnknown):
-        publish(tier, RECORD, attempt=ATTEMPT, overwrite=False)
+        commit(tier, RECORD, overwrite=False)
     assert inner.files() == {"step_1/.metadata": RECORD}
 
 

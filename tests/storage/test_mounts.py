@@ -19,12 +19,12 @@ from staged_runs import train
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, find_latest_valid
 from dcp_checkfreq.errors import PublishUnknown, SaveFailed
 from dcp_checkfreq.format import names
-from dcp_checkfreq.publish.publisher import publish
+from dcp_checkfreq.publish.publisher import publish, reserve
 from dcp_checkfreq.recovery.clean import clean_root
 from dcp_checkfreq.storage import abilities
 from dcp_checkfreq.storage.abilities import Abilities, abilities_of, try_out
 from dcp_checkfreq.storage.local import LocalTier
-from dcp_checkfreq.testing import TierSuite
+from dcp_checkfreq.testing import ManualClock, TierSuite
 from dcp_checkfreq.testing.disk_calls import at_disk_call
 
 NO_WHOLE = {"link": "EXDEV", "rename": "EPERM", "rename2": "EINVAL"}
@@ -200,6 +200,17 @@ def refusing(monkeypatch, call, code):
 REFUSED = sorted(abilities.REFUSALS)
 
 
+def commit(tier, record, *, attempt, overwrite=False, reservation=None):
+    return publish(
+        tier,
+        record,
+        reservation=reservation or reserve(tier, attempt),
+        files={},
+        may_replace=(lambda: True) if overwrite else None,
+        clock=ManualClock(),
+    )
+
+
 @pytest.mark.parametrize("code", REFUSED, ids=[errno.errorcode[code] for code in REFUSED])
 @pytest.mark.parametrize("calls", [("link",), ("link", "rename")], ids="+".join)
 @pytest.mark.parametrize("known", [True, False], ids=["after it worked", "from the start"])
@@ -209,9 +220,9 @@ def test_a_refusal_is_never_an_unclear_answer(tmp_path, monkeypatch, code, calls
         abilities_of(str(tmp_path))
     for call in calls:
         refusing(monkeypatch, call, code)
-    publish(tier, b"one", attempt="0" * 12, overwrite=False)
+    commit(tier, b"one", attempt="0" * 12, overwrite=False)
     assert tier.read(".metadata") == b"one"
-    publish(tier, b"two", attempt="1" * 12, overwrite=True)
+    commit(tier, b"two", attempt="1" * 12, overwrite=True)
     assert tier.read(".metadata") == b"two"
     assert os.listdir(tmp_path) == [".metadata"]
 
@@ -277,9 +288,10 @@ def test_a_mount_that_takes_no_file_at_all_fails_the_save_clearly(tmp_path, monk
     """Neither links nor renames, nor a second file: the commit is refused, not unclear."""
     tier = LocalTier(tmp_path)
     abilities_of(str(tmp_path))
+    reservation = reserve(tier, "0" * 12)
     refusing(monkeypatch, "open", errno.EPERM)
     with pytest.raises(SaveFailed) as caught:
-        publish(tier, b"one", attempt="0" * 12, overwrite=False)
+        commit(tier, b"one", attempt="0" * 12, reservation=reservation)
     assert not isinstance(caught.value, PublishUnknown)
 
 

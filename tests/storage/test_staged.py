@@ -320,6 +320,11 @@ def test_a_save_needs_nothing_but_streams_of_the_slow_volume(tmp_path, monkeypat
 # --- Checkpointer: a process that dies and starts again ---
 
 
+@pytest.fixture(autouse=True)
+def _dead_processes(nothing_is_remembered):
+    """`Killed` stands for the death of the process."""
+
+
 class Killed(BaseException):
     """Stands for the death of the process at this call."""
 

@@ -1,0 +1,41 @@
+"""Which files make a checkpoint: the one definition that scanning, cleaning and deleting share."""
+
+from __future__ import annotations
+
+from torch.distributed.checkpoint.metadata import Metadata
+
+from dcp_checkfreq.errors import LoadFailed
+from dcp_checkfreq.format import metadata as metadata_format
+from dcp_checkfreq.format.index import Record
+from dcp_checkfreq.storage.tier import Tier
+
+
+def files_of(metadata: Metadata, record: Record | None) -> frozenset[str]:
+    """Return the shard files of a checkpoint: those that hold an item, and all of the record's.
+
+    A record may list files that hold no item of its own: a planner let several ranks write one.
+    """
+    holding = {info.relative_path for info in (metadata.storage_data or {}).values()}
+    return frozenset(holding) | frozenset(record.files if record is not None else ())
+
+
+def named_in(content: bytes, where: str) -> frozenset[str] | None:
+    """Return the files that a ``.metadata`` names; None if it cannot be read."""
+    try:
+        return files_of(*metadata_format.load(content, where))
+    except LoadFailed:
+        return None
+
+
+def named_files(folder: Tier) -> frozenset[str] | None:
+    """Return the files that the folder's ``.metadata`` names; none if there is no ``.metadata``.
+
+    None if it cannot be read: then nothing is known of the files, and none may go.
+    """
+    try:
+        content = metadata_format.content_of(folder)
+    except FileNotFoundError:
+        return frozenset()
+    except LoadFailed:
+        return None
+    return named_in(content, folder.location)
