@@ -56,18 +56,24 @@ def test_a_save_is_parts_and_one_conditional_put_and_nothing_else(
     assert uploads(root) == []
     assert proxy.count("POST", "?uploads") == len(shards) > 0
     parts = [r for r in proxy.requests if r.method == "PUT" and "partNumber" in r.path]
-    tried = sum(".tmp" in r.path for r in proxy.requests)
-    assert len(proxy.requests) - tried == 3 + sum(3 for _ in shards) + len(parts)
+    reserved = [r for r in proxy.requests if ".tmp" in r.path]
+    assert len(proxy.requests) - len(reserved) == 4 + sum(3 for _ in shards) + len(parts)
     assert all(part.size_bytes >= 5 * MIB for part in parts if "partNumber=1&" in part.path)
     assert sum(part.size_bytes for part in parts) == sum(files[shard] for shard in shards)
     commits = [r for r in proxy.requests if r.method == "PUT" and r.path.endswith(".metadata")]
     assert [commit.headers.get("if-none-match") for commit in commits] == ["*"]
     assert proxy.requests.index(commits[0]) > max(map(proxy.requests.index, parts))
     assert not any("x-amz-copy-source" in request.headers for request in proxy.requests)
-    # all that is ever deleted is the object that conditional writes were tried out on
+    # The reservation is made before the first part, and changed once, right before the commit; all
+    # that is ever deleted is it, and before that what conditional writes were tried out on.
+    puts = [r for r in reserved if r.method == "PUT"][-2:]
+    assert proxy.requests.index(puts[0]) < min(map(proxy.requests.index, parts))
+    assert [("if-match" in put.headers) for put in puts] == [False, True]
+    assert proxy.requests.index(puts[1]) == proxy.requests.index(commits[0]) - 1
     deleted = [r.path for r in proxy.requests if r.method == "DELETE"]
     assert all(".metadata" in path and path.endswith(".tmp") for path in deleted), deleted
-    assert len(deleted) <= 1
+    assert len(deleted) <= 2
+    assert proxy.requests[-1].method == "DELETE"
 
 
 def test_a_small_shard_is_one_put(proxy, root):
