@@ -106,10 +106,13 @@ def test_conditional_writes_are_tried_out_once_for_all_saves_of_a_process(proxy,
         writer = CheckFreqWriter(f"{root}/step_{step}", storage_options=proxy.options)
         dcp.save(state_of(1), storage_writer=writer)
     tried = [r for r in proxy.requests if r.method == "PUT" and r.path.endswith(".tmp")]
-    assert [r.headers.get("if-none-match") for r in tried] == [None, "*"]
+    reserved = tried[4:]
+    assert [r.headers.get("if-none-match") for r in tried[:4]] == [None, "*", None, None]
+    assert ["if-match" in r.headers for r in tried[:4]] == [False, False, False, True]
+    assert ["if-match" in r.headers for r in reserved] == [False, True] * 3
     commits = [r for r in proxy.requests if r.method == "PUT" and r.path.endswith("/.metadata")]
     assert [r.headers.get("if-none-match") for r in commits] == ["*"] * 3
-    assert sum("/step_3" in r.path for r in proxy.requests) == 5, "docs/object-storage.md says so"
+    assert sum("/step_3" in r.path for r in proxy.requests) == 9, "docs/object-storage.md says so"
 
 
 @pytest.mark.parametrize("through", ["s3", "fsspec alone"])

@@ -193,7 +193,7 @@ def test_an_address_where_nobody_listens_is_an_error_after_the_time_for_tries(ca
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))
         options = {"endpoint_url": f"http://127.0.0.1:{held.getsockname()[1]}", "anon": True}
-        tier = RemoteTier("s3://bucket/x", options, retry_for_s=0.5)
+        tier = RemoteTier("s3://bucket/x", options, retry_for_s=2.0)
         with pytest.raises(OSError, match="EndpointConnectionError"):
             tier.list()
     assert any("trying again" in record.getMessage() for record in caplog.records)
