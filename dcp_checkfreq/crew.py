@@ -40,7 +40,7 @@ class Task(Generic[T]):
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._value: T
-        self.is_nobodys = False
+        self.is_nobodys = True  # until a crew takes it
 
     def run(self) -> None:
         """Do it, unless somebody has begun. Raises nothing: see `result`."""
@@ -117,15 +117,19 @@ class Crew:
 
     def start(self, work: Callable[[], T]) -> Task[T]:
         """Have a thread do it, as soon as one is free. Never fails."""
+        task = Task(work)
+        self.take(task)
+        return task
+
+    def take(self, task: Task[Any]) -> None:
+        """Do the same with a task. Once."""
         if self._pid != os.getpid():
             self._begin()
-        task = Task(work)
         with self._lock:
             self._queue.put(task)
             if not self._idle.acquire(blocking=False) and len(self._threads) < self._most:
                 self._add_thread()
             task.is_nobodys = not self._threads
-        return task
 
     def _add_thread(self) -> None:
         thread = threading.Thread(

@@ -135,6 +135,10 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         """Say how many ranks save together. DCP takes a rank for alone once its group is gone."""
         self._ranks = ranks
 
+    def let_go(self) -> None:
+        """Keep nothing of the state alive, now that it is saved, or not."""
+        self.state_dict, self._streams = {}, {}
+
     def check_tensors_once(self) -> None:
         """Compare replicated tensors between ranks at the next save. Call it on all ranks."""
         self._check_tensors = True

@@ -191,6 +191,23 @@ class Saver:
             CheckFreqError: nothing was begun, on any rank.
         """
         assert self._job is None
+        try:
+            job = self._with_snapshot(step, capture, writer, measured, profile, facts)
+            self._start(job, functools.partial(self._write_and_publish, job))
+        except BaseException:
+            if self._job is None:
+                writer.close()  # also after Ctrl-C, whose traceback may keep everything alive
+            raise
+
+    def _with_snapshot(
+        self,
+        step: int,
+        capture: Callable[[], Mapping[str, Any]],
+        writer: CheckFreqWriter,
+        measured: Measured,
+        profile: bool,
+        facts: Callable[[], Any],
+    ) -> _Save:
         begun_s = self._clock.monotonic_s()
         survey, only = self._agreed_state(step, capture, writer)
         measured.call_s = self._clock.monotonic_s() - begun_s
@@ -228,7 +245,7 @@ class Saver:
             self._guard.arm(snapshot)
             measured.copied_bytes = snapshot.copied_bytes
             measured.state_bytes = snapshot.state_bytes
-        job = _Save(
+        return _Save(
             step,
             measured,
             facts,
@@ -240,7 +257,6 @@ class Saver:
             begun_s=begun_s,
             started_s=self._clock.monotonic_s(),
         )
-        self._start(job, lambda: self._write_and_publish(job))
 
     def begin_finishing(self, step: int, finish: Callable[[], None], measured: Measured) -> None:
         """Publish ``step``, which an earlier process has saved, by calling ``finish``.
@@ -252,8 +268,11 @@ class Saver:
         self._start(_Job(step, measured, None), finish)
 
     def _start(self, job: _Job, work: Callable[[], None]) -> None:
-        running = self._crew.start(functools.partial(self._run, job, work))
-        self._job, self._running = job, running  # it is begun: what follows cannot fail
+        running = Task(functools.partial(self._run, job, work))
+        # In this order: wherever this is interrupted, the save is known only if somebody does it.
+        self._running = running
+        self._job = job
+        self._crew.take(running)
         if running.is_nobodys:
             _log.warning("step %d is saved before training goes on: no thread can be had", job.step)
             running.run()
@@ -360,13 +379,20 @@ class Saver:
             _log.error("step %d was not saved: %s", job.step, error)
         finally:
             if isinstance(job, _Save):
-                job.writer.close()
+                self._give_back(job)
         if error is None and self._agree.rank == 0:  # it begins when this is through
             self._cleaning = self._crew.start(functools.partial(self._clean_up, job.step))
         try:
             self._meet(job, error)
         except BaseException as failed:  # noqa: BLE001
             job.ended = Ended(job.step, 0, error or failed, None)
+
+    def _give_back(self, job: _Save) -> None:
+        """Let go of all that the save held, however it has ended."""
+        job.writer.close()
+        job.planner.let_go()
+        if job.snapshot is not None:
+            job.snapshot.end()
 
     def _clean_up(self, step: int) -> None:
         try:

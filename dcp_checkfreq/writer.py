@@ -7,6 +7,7 @@ import contextlib
 import functools
 import logging
 import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -170,6 +171,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new save, into ``checkpoint_id`` if given; all other options stay."""
+        self._stager.handed_to(threading.current_thread())
         self._turn.wait()
         if self._is_coordinator:
             # If `finish` was never called for it, it failed: only this object could have.
@@ -180,6 +182,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
     def storage_meta(self) -> StorageMeta:
         """Name the checkpoint and the attempt for DCP's logs and metadata."""
+        # DCP's first call in the thread that saves: if it dies now, this is all that is known.
+        self._stager.handed_to(threading.current_thread())
         return StorageMeta(checkpoint_id=self._tier.location, save_id=self._attempt.id)
 
     @property
@@ -474,7 +478,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         snapshot = self._stager.begin(self.survey(state_dict), guarded=addresses)
         for guard in guards:
             guard.arm(snapshot)
-        return in_flight.staged_by(snapshot.when_done())
+        return in_flight.staged_by(snapshot.when_done(), self._stager.release)
 
     def survey(self, state: Mapping[str, Any]) -> Survey:
         """Look at a state, to begin a snapshot of it; see `Stager.survey`."""

@@ -66,12 +66,17 @@ class AsyncSave:
             return self._problem
         return SaveFailed(self._location, "the save ended before this rank had written its part")
 
-    def staged_by(self, staged: Future[R]) -> Future[R]:
-        """Take note if the snapshot fails, which ends the save; return ``staged``."""
+    def staged_by(self, staged: Future[R], release: Callable[[], None]) -> Future[R]:
+        """Take note if the snapshot fails, and ``release`` it: this ends the save.
+
+        Returns:
+            ``staged``.
+        """
 
         def look(done: Future[R]) -> None:
             if (error := done.exception()) is not None:
                 self.end(error)
+                release()
 
         staged.add_done_callback(look)
         return staged

@@ -46,6 +46,10 @@ class Lane(Protocol):
         """On any thread: return once the copy is complete in its targets. Raises the same."""
         ...
 
+    def let_go(self) -> None:
+        """Wait for the end, and keep the sources no longer. Errors stay known."""
+        ...
+
     @property
     def is_done(self) -> bool:
         """Whether the copy is complete, or has failed."""
@@ -87,9 +91,20 @@ class _Watched:
         with self._lock:
             if self._error is None and not self._are_allowed:
                 self._look()
-            self._are_allowed = True
+            self._let_go()
             if self._error is not None:
                 raise self._error
+
+    def let_go(self) -> None:
+        """Look a last time, and keep nothing alive from now on."""
+        with self._lock:
+            if self._error is None and not self._are_allowed:
+                self._look()
+            self._let_go()
+
+    def _let_go(self) -> None:
+        self._are_allowed = True
+        self._names, self._tensors, self._versions = [], [], []
 
     def _look(self) -> None:
         versions = versions_of(self._tensors)
@@ -137,6 +152,10 @@ class _ThreadCopy:
             raise SnapshotFailed(f"copying failed: {error}") from error
         self._watched.check()
 
+    def let_go(self) -> None:
+        self._copying.problem()
+        self._watched.let_go()
+
 
 def _timed_copy(copies: Sequence[Copy], clock: Clock) -> float:
     started_s = clock.monotonic_s()
@@ -172,6 +191,10 @@ class _StreamCopy:
         self._spans.ended.synchronize()
         self._watched.check()
 
+    def let_go(self) -> None:
+        self._spans.ended.synchronize()
+        self._watched.let_go()
+
     @property
     def is_done(self) -> bool:
         return self._spans.is_done
@@ -185,7 +208,7 @@ class _QueuedCopy:
     """Copies of CUDA tensors on the training stream itself: what comes after them is in order."""
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        self._copies = copies  # their memory is kept from being used again
+        self._copies: Sequence[Copy] = copies  # their memory is kept from being used again
         self._spans = _queue(copies, torch.cuda.current_stream(copies[0].source.device))
 
     def before_update(self) -> None:
@@ -193,6 +216,10 @@ class _QueuedCopy:
 
     def wait(self) -> None:
         self._spans.ended.synchronize()
+
+    def let_go(self) -> None:
+        self._spans.ended.synchronize()
+        self._copies = ()
 
     @property
     def is_done(self) -> bool:

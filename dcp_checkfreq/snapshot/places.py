@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_checkfreq.errors import SnapshotFailed
 from dcp_checkfreq.shards.assign import next_place
 from dcp_checkfreq.snapshot.guard import Address
 from dcp_checkfreq.snapshot.lanes import Lane
@@ -173,13 +172,13 @@ class Leases:
         for lease in (self.host, *self.on_device.values()):
             lease.worker = worker
 
+    def __del__(self) -> None:
+        self.release()
+
     def release(self) -> None:
-        """Give the memory back, once nothing writes into it any more."""
+        """Give the memory back, once nothing writes into it any more. May be called twice."""
         for lane in self.lanes:
-            try:
-                lane.wait()
-            except SnapshotFailed:
-                continue  # raised where the snapshot is used
+            lane.let_go()
         for lease in (self.host, *self.on_device.values()):
             lease.release()
 

@@ -11,6 +11,7 @@ import ctypes
 import gc
 import logging
 import threading
+import weakref
 from collections.abc import Sequence
 from typing import Any, Protocol
 
@@ -35,7 +36,7 @@ class Keepable(Protocol):
 
 
 class Lease:
-    """The right to write one slot, until `release`.
+    """The right to write one slot, until `release`, or until nobody has it any more.
 
     Attributes:
         memory: [size_bytes], uint8, starting at a multiple of 4096.
@@ -43,10 +44,13 @@ class Lease:
             release (its save failed before writing), the slot counts as free.
     """
 
-    def __init__(self, pool: BufferPool, memory: torch.Tensor) -> None:
-        self._pool = pool
+    def __init__(self, pool: BufferPool, memory: torch.Tensor, number: int) -> None:
+        self._pool, self.number = pool, number
         self.memory = memory
         self.worker: threading.Thread | None = None
+
+    def __del__(self) -> None:
+        self.release()
 
     def touch(self) -> None:
         """Have the system provide the memory now, if it has not yet."""
@@ -91,7 +95,10 @@ class BufferPool:
         self._free = threading.Condition()
         self._memory: torch.Tensor | None = None
         self.kept: tuple[Keepable, ...] = ()
-        self._lease: Lease | None = None
+        # Weak: a save that is cut off at any place, as by Ctrl-C, leaves nothing that holds it.
+        self._lease: weakref.ref[Lease] | None = None
+        self._leased: int | None = None  # number of the lease that has the slot
+        self._leases = 0  # so far
         self._leases_of_memory = 0  # how often this memory was leased
 
     @property
@@ -121,8 +128,10 @@ class BufferPool:
                 self._memory = _allocate(size_bytes, self._device)
                 self._leases_of_memory = 0
             self._leases_of_memory += 1
-            self._lease = Lease(self, self._memory[:size_bytes])
-            return self._lease
+            self._leases += 1
+            lease = Lease(self, self._memory[:size_bytes], self._leases)
+            self._lease, self._leased = weakref.ref(lease), self._leases
+            return lease
 
     def _suits(self, size_bytes: int, fit: bool) -> bool:
         too_large = fit and self.held_bytes > 2 * size_bytes + _SLACK_BYTES
@@ -131,11 +140,13 @@ class BufferPool:
     def _wait(self) -> None:
         deadline_s = self._clock.monotonic_s() + self._wait_s
         collected = False
-        while self._lease is not None:
-            worker = self._lease.worker
+        while self._leased is not None:
+            lease = None if self._lease is None else self._lease()
+            worker = None if lease is None else lease.worker
             if worker is not None and not worker.is_alive():
-                self._end(self._lease)
+                self._leased = None
                 return
+            del lease  # while this waits it may go
             if not collected:
                 collected = True
                 gc.collect()  # a failed save's frames may be all that holds the snapshot
@@ -148,12 +159,9 @@ class BufferPool:
 
     def _give_back(self, lease: Lease) -> None:
         with self._free:
-            if self._lease is lease:
-                self._end(lease)
+            if self._leased == lease.number:
+                self._leased = None
                 self._free.notify_all()
-
-    def _end(self, lease: Lease) -> None:
-        self._lease = None
 
     def _keep(self, one: Keepable) -> None:
         others = [other for other in self.kept if other is not one]
@@ -164,7 +172,7 @@ class BufferPool:
     def drop(self) -> None:
         """Free the memory if no one has leased it."""
         with self._free:
-            if self._lease is None:
+            if self._leased is None:
                 self._let_go()
 
     def _let_go(self) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import threading
-import weakref
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from concurrent.futures import Future
@@ -32,7 +31,8 @@ _GPU_SHARE = 0.9  # of the free GPU memory; the rest is for peaks that were not 
 class _Staged(dict[str, Any]):
     """A state dict in leased buffers. When it goes, the leases go."""
 
-    __slots__ = ("__weakref__",)
+    __slots__ = ("leases",)
+    leases: Leases
 
     def __reduce__(self) -> tuple[Any, ...]:
         return dict, (dict(self),)  # to another process goes the content, not the lease
@@ -75,6 +75,10 @@ class Snapshot:
         """On any thread: return once the copy is complete. Raises the same."""
         for lane in self._lanes:
             lane.wait()
+
+    def end(self) -> None:
+        """Let go of the copy: it is on storage, or given up."""
+        self.state = {}
 
     def when_done(self) -> Future[dict[str, Any]]:
         """Return a future of the complete state, or of the error."""
@@ -202,8 +206,7 @@ class Stager:
         except BaseException:
             leases.release()
             raise
-        self._leases = leases
-        weakref.finalize(staged, leases.release).atexit = False
+        self._leases = staged.leases = leases
         return Snapshot(
             staged,
             leases.lanes,
@@ -223,17 +226,7 @@ class Stager:
         for lane in copy_at_once(_copies(plan.at_once, survey, kept)):
             leases.lanes.append(lane)
         leases.at_once_s = self._clock.monotonic_s() - begun_s
-
-        def rebuilt(tree: Any) -> Any:
-            """Return the same nesting of mappings and lists, with tensors in the buffer."""
-            if isinstance(tree, dict):
-                return {key: rebuilt(inner) for key, inner in tree.items()}
-            if isinstance(tree, list):
-                return [rebuilt(inner) for inner in tree]
-            tensor = kept.tensors.get(tree)
-            return _own_copy(survey.values[tree]) if tensor is None else tensor
-
-        staged = _Staged({key: rebuilt(tree) for key, tree in survey.tree.items()})
+        staged = _Staged(_rebuilt(survey.tree, kept.tensors, survey.values))
         # Last: a thread that copies would be in the way of all of the above.
         for lane in start_overlapped(_copies(plan.overlapped, survey, kept), self._clock):
             leases.lanes.append(lane)
@@ -309,6 +302,16 @@ def _copies(
     }
 
 
+def _rebuilt(tree: Any, tensors: Mapping[int, torch.Tensor], values: Sequence[object]) -> Any:
+    """Return the same nesting of mappings and lists, with tensors in the buffer."""
+    if isinstance(tree, dict):
+        return {key: _rebuilt(inner, tensors, values) for key, inner in tree.items()}
+    if isinstance(tree, list):
+        return [_rebuilt(inner, tensors, values) for inner in tree]
+    tensor = tensors.get(tree)
+    return _own_copy(values[tree]) if tensor is None else tensor
+
+
 def _own_copy(value: Any) -> Any:
     """Deep-copy what DCP will pickle. Its tensors get memory of their own.
 
@@ -318,17 +321,19 @@ def _own_copy(value: Any) -> Any:
     if type(value) in _NEVER_CHANGES:
         return value
     memo: dict[int, Any] = {}
-
-    def clone(inner: Any) -> None:
-        if isinstance(inner, torch.Tensor) and not isinstance(inner, DTensor):
-            copied = inner.detach().cpu().clone(memory_format=torch.contiguous_format)
-            memo[id(inner)] = copied
-        elif isinstance(inner, Mapping):
-            for element in inner.values():
-                clone(element)
-        elif isinstance(inner, (list, tuple)):
-            for element in inner:
-                clone(element)
-
-    clone(value)
+    _clone_tensors(value, memo)
     return copy.deepcopy(value, memo)  # takes what is in its memo as copied already
+
+
+# No function in another one that calls itself: it is a cycle, and keeps what it can see alive
+# until the cyclic collector comes.
+def _clone_tensors(inner: Any, memo: dict[int, Any]) -> None:
+    if isinstance(inner, torch.Tensor) and not isinstance(inner, DTensor):
+        copied = inner.detach().cpu().clone(memory_format=torch.contiguous_format)
+        memo[id(inner)] = copied
+    elif isinstance(inner, Mapping):
+        for element in inner.values():
+            _clone_tensors(element, memo)
+    elif isinstance(inner, (list, tuple)):
+        for element in inner:
+            _clone_tensors(element, memo)
