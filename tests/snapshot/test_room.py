@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_checkfreq import Checkpointer, CheckFreqSavePlanner, CheckFreqWriter
+from dcp_checkfreq import CheckFreqSavePlanner, CheckFreqWriter, Checkpointer
 from dcp_checkfreq.errors import SaveFailed
 from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool
 from dcp_checkfreq.snapshot.stager import Stager
@@ -148,7 +148,7 @@ def test_a_save_that_is_interrupted_while_it_is_begun_leaves_nothing(monkeypatch
                     seen[0] += 1
                     if seen[0] == place and threading.get_ident() == main:
                         raise KeyboardInterrupt
-                return None
+                return
 
             sys.settrace(trace)
             try:
