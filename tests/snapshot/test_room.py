@@ -1,4 +1,4 @@
-"""Issue 10: memory and the snapshot slot are given back however a save ends, without the collector."""
+"""Issue 10: memory and the snapshot slot are given back however a save ends, at once."""
 
 import contextlib
 import gc
