@@ -7,7 +7,6 @@ it back while the training loop is busy in Python, whatever the call itself take
 from __future__ import annotations
 
 import ctypes
-import errno
 import fcntl
 import functools
 import os
@@ -16,6 +15,7 @@ from collections import deque
 from collections.abc import Iterable, Sequence
 
 from dcp_checkfreq.crew import Crew, Task
+from dcp_checkfreq.storage.abilities import is_refusal
 from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, address_of, give_back, take
 from dcp_checkfreq.storage.regular import open_regular
 
@@ -39,7 +39,7 @@ def preallocate(fd: int, size_bytes: int) -> None:
     try:
         os.posix_fallocate(fd, 0, size_bytes)
     except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS):
+        if not is_refusal(error):
             raise
 
 
@@ -50,7 +50,7 @@ def set_direct(fd: int, *, on: bool) -> bool:
     try:
         fcntl.fcntl(fd, fcntl.F_SETFL, wanted)
     except OSError as error:
-        if error.errno != errno.EINVAL:
+        if not is_refusal(error):
             raise
         return False
     return True
@@ -228,12 +228,13 @@ class FileReader:
         self._path = path
         self._fd, self.size_bytes = open_regular(path)
         self._direct_fd: int | None = None
+        self._refuses_direct = False
         self._lock = threading.Lock()
         if direct_io:
             try:
                 self._direct_fd, _ = open_regular(path, os.O_DIRECT)
             except OSError as error:
-                if error.errno != errno.EINVAL:
+                if not is_refusal(error):
                     self.close()
                     raise
 
@@ -248,8 +249,19 @@ class FileReader:
         if self._direct_fd is not None and len(target) >= ALIGN_BYTES and not offset % ALIGN_BYTES:
             aligned = len(target) - len(target) % ALIGN_BYTES
             if not address_of(target) % ALIGN_BYTES:
-                done = self._fill(self._direct_fd, offset, target[:aligned])
+                done = self._fill_directly(self._direct_fd, offset, target[:aligned])
         self._fill(self._fd, offset + done, target[done:])
+
+    def _fill_directly(self, fd: int, offset: int, target: memoryview) -> int:
+        if self._refuses_direct:
+            return 0
+        try:
+            return self._fill(fd, offset, target)
+        except OSError as error:
+            if not is_refusal(error):
+                raise
+            self._refuses_direct = True  # it could be opened, and not be read
+            return 0
 
     def _fill(self, fd: int, offset: int, target: memoryview) -> int:
         done = 0

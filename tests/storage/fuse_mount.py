@@ -29,10 +29,16 @@ BY_NAME = {
 NO_ANSWER = {FORGET, BATCH_FORGET, INTERRUPT}
 
 ALL_BUT_STREAMS = {
-    "link": "EPERM", "rename": "ENOTSUP", "rename2": "EINVAL", "fsync": "EINVAL",
-    "fsyncdir": "EINVAL", "fallocate": "EOPNOTSUPP", "direct": "EINVAL", "write_inside": "EINVAL",
+    "link": "EPERM",
+    "rename": "ENOTSUP",
+    "rename2": "EINVAL",
+    "fsync": "EINVAL",
+    "fsyncdir": "EINVAL",
+    "fallocate": "EOPNOTSUPP",
+    "direct": "EINVAL",
+    "write_inside": "EINVAL",
     "open_again": "EPERM",
-}  # fmt: skip
+}
 
 
 class Unavailable(Exception):
@@ -41,7 +47,11 @@ class Unavailable(Exception):
 
 @contextlib.contextmanager
 def fuse_mount(folder: Path, refuse: dict[str, str]):
-    """Mount at ``folder``. ``refuse`` has names of calls (see `ALL_BUT_STREAMS`) to errno names."""
+    """Mount at ``folder``.
+
+    ``refuse`` has names of calls (see `ALL_BUT_STREAMS`) to errno names; "direct_read": a file may
+    be opened for direct I/O, and not be read.
+    """
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         raise Unavailable("a FUSE mount needs root and /dev/fuse")
     folder.mkdir()
@@ -191,7 +201,9 @@ class Server:
             self.move(number, old, target, new, over=code == RENAME or not flags & 1)
             return b""
         if code == READ:
-            _, offset, size = struct.unpack_from("<QQI", body)
+            _, offset, size, _, _, flags = struct.unpack_from("<QQIIQI", body)
+            if flags & os.O_DIRECT and "direct_read" in self.refuse:
+                raise OSError(self.refuse["direct_read"], "direct read")
             return bytes(node.data[offset : offset + size])
         if code == WRITE:
             _, offset, size = struct.unpack_from("<QQI", body)

@@ -38,6 +38,7 @@ MOUNTS = {
     "no fsync at all": {"fsync": "EOPNOTSUPP", "fsyncdir": "ENOTSUP"},
     "no fallocate": {"fallocate": "EOPNOTSUPP", "write_inside": "EINVAL"},
     "no direct I/O": {"direct": "EINVAL"},
+    "no direct reads": {"direct_read": "EOPNOTSUPP"},
 }
 LACKING = {
     "offers all": {},
@@ -60,6 +61,7 @@ LACKING = {
     "no fsync at all": {"fsync": False, "fsync_folders": False},
     "no fallocate": {"fallocate": False, "direct_io": False},  # nor may a block be written again
     "no direct I/O": {"direct_io": False},
+    "no direct reads": {"direct_io": False},
 }
 
 
