@@ -120,8 +120,8 @@ class CheckpointExists(SaveFailed):
 
     def __str__(self) -> str:
         return (
-            f"Checkpoint already exists: {self.where} holds a whole checkpoint, which was left as it "
-            "is. Save elsewhere, or pass overwrite=True to replace it atomically"
+            f"Checkpoint already exists: {self.where} holds a whole checkpoint, which was left "
+            "as it is. Save elsewhere, or pass overwrite=True to replace it atomically"
         )
 
 
