@@ -34,6 +34,7 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.tensor import DTensor, Shard
 
 from dcp_checkfreq.clock import Clock, SystemClock
+from dcp_checkfreq.covered import check_covered
 from dcp_checkfreq.errors import (
     PlanCacheStale,
     ReplicasDiffer,
@@ -362,6 +363,7 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
 
         Raises:
             StateMismatch: keys are missing in the checkpoint, or shapes differ.
+            BrokenMetadata: parts of a tensor are missing in it.
         """
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
@@ -377,12 +379,15 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
         missing = [key for key in self.state_dict if key not in saved]
         with collector_held():
             if not missing:
-                return self._plan_whole_tensors()
-            try:
-                # Keys may be left out on purpose, and before torch 2.4 they had other names.
-                return super().create_local_plan()
-            except RuntimeError as error:  # DCP names the first of them
-                raise StateMismatch(self._where, f"it lacks {_listed(missing)}") from error
+                plan = self._plan_whole_tensors()
+            else:
+                try:
+                    # Keys may be left out on purpose, and before torch 2.4 they had other names.
+                    plan = super().create_local_plan()
+                except RuntimeError as error:  # DCP names the first of them
+                    raise StateMismatch(self._where, f"it lacks {_listed(missing)}") from error
+            check_covered(plan, self, self.metadata, self._where)
+        return plan
 
     def _plan_whole_tensors(self) -> LoadPlan:
         """Plan tensors that are saved and wanted in one piece; leave the others to DCP's rules."""

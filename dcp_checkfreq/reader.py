@@ -23,6 +23,7 @@ from torch.futures import Future
 
 from dcp_checkfreq import options
 from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.covered import check_covered
 from dcp_checkfreq.errors import (
     BrokenMetadata,
     BrokenShard,
@@ -309,6 +310,8 @@ class CheckFreqReader(StorageReader):
         entries: dict[MetadataIndex, StorageInfo] = self._metadata.storage_data
         places = dict(zip(entries, enumerate(entries.values()), strict=True))
         starts = digest_starts(self._record.columns) if self._record else []
+        if not isinstance(planner, CheckFreqLoadPlanner):  # which has checked its plan
+            check_covered(plan, planner, self._metadata, self._tier.location)
         jobs: list[_Job] = []
         differing: list[str] = []
         for request in plan.items:
@@ -340,8 +343,13 @@ class CheckFreqReader(StorageReader):
                 jobs.append(_byte_job(ticket, request, info, payload, digests))
                 self.bytes_needed += payload[1]
                 continue
-            kept = self._metadata.state_dict_metadata[request.storage_index.fqn]
-            assert isinstance(kept, TensorStorageMetadata)
+            kept = self._metadata.state_dict_metadata.get(request.storage_index.fqn)
+            if not isinstance(kept, TensorStorageMetadata):
+                raise StateMismatch(
+                    self._tier.location,
+                    f"{request.dest_index.fqn!r} is a tensor, {request.storage_index.fqn!r} was "
+                    "not saved as one",
+                )
             tensor = planner.resolve_tensor(request)
             if tensor.dtype != kept.properties.dtype:
                 differing.append(

@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.errors import BrokenShard, RankLost, SaveFailed
+from dcp_checkfreq.errors import BrokenMetadata, BrokenShard, RankLost, SaveFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.local_copies import LocalCopies
 from dcp_checkfreq.planner import CheckFreqLoadPlanner
@@ -120,7 +120,7 @@ class Restorer:
                     _log.warning("%s; its upload is not finished", cause)
                     refused[record.name] = cause.why
                     continue
-                if step is not None or not isinstance(cause, BrokenShard):
+                if step is not None or not isinstance(cause, (BrokenShard, BrokenMetadata)):
                     raise cause from error
                 _log.warning("%s; trying the next older checkpoint", cause)
                 broken[record.name] = cause.why
