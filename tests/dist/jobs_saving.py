@@ -118,11 +118,14 @@ def one_rank_has_no_space(shared):
         dist.barrier()
         published = (folder / ".metadata").exists()
         dist.barrier()
+        after_first = len(list(folder.glob("__*.distcp")))
+        dist.barrier()
         second = caught(lambda save=save: save([]))
+        left = sorted(path.name for path in folder.iterdir())
         target = {"w": distribute_tensor(torch.zeros(64, 8), mesh, [Shard(0)])}
         dcp.load(target, storage_reader=CheckFreqReader(folder))
         right = torch.equal(target["w"].full_tensor(), reference((64, 8)))
-        answer[planner_name] = [first, published, second, right]
+        answer[planner_name] = [first, published, second, right, after_first, left]
     return answer
 
 

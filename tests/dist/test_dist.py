@@ -162,7 +162,7 @@ def test_per_rank_values_come_back_to_their_ranks(four, two, four_again):
 @pytest.mark.parametrize("planner", ["default", "ours"])
 def test_one_rank_without_space_fails_the_save_on_all_and_the_next_works(four, planner):
     for answer in values(four["one_rank_has_no_space"]):
-        first, published, second, right = answer[planner]
+        first, published, second, right, after_first, left = answer[planner]
         assert first[0] == "WriteFailed"
         assert "rank 2" in first[1]
         assert "No space left" in first[1]
@@ -170,6 +170,10 @@ def test_one_rank_without_space_fails_the_save_on_all_and_the_next_works(four, p
         assert not published
         assert second is None
         assert right
+        # DCP told ranks 0, 1 and 3 nothing; the next save has removed what they had written.
+        assert after_first == 3
+        assert len([name for name in left if name.endswith(".distcp")]) == 4
+        assert [name for name in left if not name.endswith(".distcp")] == [".metadata"]
 
 
 def test_a_failed_save_of_checkpointer_leaves_no_file_of_any_rank(four):
