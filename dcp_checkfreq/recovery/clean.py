@@ -84,13 +84,28 @@ def _clean_step(folder: Tier, before_s: float, spared: AbstractSet[str]) -> list
     named = named_files(folder)
     if named is None:
         return []
-    doomed = [name for name in doomed if name not in named]
+    gone = []
     for name in doomed:
+        if name in named:
+            continue
+        if not named and _is_published(folder):
+            # A restarted job has finished the upload of a staged save, whose shards have the names
+            # that they had: this process was stopped meanwhile.
+            break
         folder.delete(name)
+        gone.append(name)
     if not named:
         folder.sync()
         folder.remove()
-    return doomed
+    return gone
+
+
+def _is_published(folder: Tier) -> bool:
+    try:
+        folder.size(names.METADATA)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def _revoke_all(folder: Tier, entries: Iterable[Entry], before_s: float) -> bool:
