@@ -52,6 +52,9 @@ if TYPE_CHECKING:
         PublishUnknown as PublishUnknown,
     )
     from dcp_checkfreq.errors import (
+        RankFailed as RankFailed,
+    )
+    from dcp_checkfreq.errors import (
         RankLost as RankLost,
     )
     from dcp_checkfreq.errors import (
@@ -128,6 +131,7 @@ _HOMES = {
         "PlanCacheStale",
         "PublishUnknown",
         "RecoveryFailed",
+        "RankFailed",
         "RankLost",
         "ReplicasDiffer",
         "RootDiffers",

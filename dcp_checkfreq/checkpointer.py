@@ -156,93 +156,107 @@ class Checkpointer:
         timeout_s: float = 1800.0,
         clock: Clock | None = None,
     ) -> None:
-        options.check(options.CHECKPOINTER, locals())
-        mode = _mode_of(snapshot)
-        self._raise_errors = on_error == "raise"
-        self._max_failures = max_failures
         self._clock = clock or SystemClock()
-        self._root = open_tier(root, storage_options=storage_options)
-        if staging_dir is not None:
-            self._root = staged_root(self._root, staging_dir, limit_bytes=staging_bytes)
-        check_root_lengths(self._root)
-        self._agree = Agreement(timeout_s=timeout_s)
-        self._state = AppState(state, self._agree.rank)
-        self._run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])
-        self._lease = LeaseFile(self._root, self._run_id, self._clock)
-        check_root(self._root, self._agree, self._run_id, self._clock)
-        self._copies: LocalCopies | None = None
-        if isinstance(self._root, StagedTier):
-            self._copies = LocalCopies(self._root, self._agree, threads=threads)
-            self._copies.belong_to_root()
-        self._own_steps = OwnSteps(
-            self._root,
-            self._agree,
-            self._run_id,
-            Retention(
-                keep_last=keep_last,
-                keep_every=keep_every,
-                keep_epochs_of_steps=steps_per_epoch if keep_epochs else None,
-            ),
-            threads=threads,
-            clock=self._clock,
-        )
-        self._restorer = Restorer(
-            self._root,
-            self._agree,
-            self._state,
-            self._lease,
-            self._clock,
-            copies=self._copies,
-            share_reads=share_reads,
-            threads=threads,
-            allow_pickle=allow_pickle,
-        )
-        self._planner = CheckFreqSavePlanner(allow_pickle=allow_pickle, clock=self._clock)
-        self._times = StepTimes(self._clock, gpu=self._state.gpu())
-        self._guard = Guard(
-            self._state.optimizers(),
-            raise_errors=self._raise_errors and self._agree.is_alone,
-            around_update=self._times,
-        )
-        self._pacer: Pacer
-        if every is None:
-            self._pacer = tuned_pacer(
+        self._agree = Agreement(timeout_s=timeout_s, clock=self._clock)
+        with self._agree.making("a Checkpointer", self._give_back):
+            options.check(options.CHECKPOINTER, locals())
+            mode = _mode_of(snapshot)
+            self._agree.same(
+                {
+                    "every": every,
+                    "max_overhead": max_overhead,
+                    "mtbf_s": mtbf_s,
+                    "steps_per_epoch": steps_per_epoch,
+                    "snapshot": snapshot,
+                    "on_error": on_error,
+                    "max_failures": max_failures,
+                    "share_reads": share_reads,
+                    "staged": staging_dir is not None,
+                }
+            )
+            self._raise_errors = on_error == "raise"
+            self._max_failures = max_failures
+            self._root = open_tier(root, storage_options=storage_options)
+            if staging_dir is not None:
+                self._root = staged_root(self._root, staging_dir, limit_bytes=staging_bytes)
+            check_root_lengths(self._root)
+            self._state = AppState(state, self._agree.rank)
+            self._run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])
+            self._lease = LeaseFile(self._root, self._run_id, self._clock)
+            check_root(self._root, self._agree, self._run_id, self._clock)
+            self._copies: LocalCopies | None = None
+            if isinstance(self._root, StagedTier):
+                self._copies = LocalCopies(self._root, self._agree, threads=threads)
+                self._copies.belong_to_root()
+            self._own_steps = OwnSteps(
                 self._root,
                 self._agree,
-                self._state.describe(),
-                max_overhead=max_overhead,
-                mtbf_s=mtbf_s,
-                steps_per_epoch=steps_per_epoch,
-                mode=mode,
+                self._run_id,
+                Retention(
+                    keep_last=keep_last,
+                    keep_every=keep_every,
+                    keep_epochs_of_steps=steps_per_epoch if keep_epochs else None,
+                ),
+                threads=threads,
+                clock=self._clock,
             )
-        else:
-            self._pacer = FixedPacer(every, mode or Mode.CPU)
-        self._gate = Gate()
-        self._saver = Saver(
-            self._agree,
-            self._gate,
-            self._guard,
-            self._planner,
-            self._clock,
-            before_writing=self._lease.renew_quietly,
-            after_publishing=_published(self._own_steps, self._pacer),
-            decide=self._pacer.decide,
-        )
-        self._stopping = Stopping(
-            self._gate,
-            self._agree,
-            self._clock,
-            signals=preempt_signals,
-            grace_s=grace_s,
-            key=f"checkfreq/{self._run_id}",
-        )
-        self._saves_begun = 0
-        self._measured = Measured(Mode.CPU)  # the last save
-        self._history: deque[SaveRecord] = deque(maxlen=_HISTORY)
-        self._closed = False
-        self.step = 0
-        self.last_saved_step: int | None = None
-        self.failures_in_a_row = 0
+            self._restorer = Restorer(
+                self._root,
+                self._agree,
+                self._state,
+                self._lease,
+                self._clock,
+                copies=self._copies,
+                share_reads=share_reads,
+                threads=threads,
+                allow_pickle=allow_pickle,
+            )
+            self._planner = CheckFreqSavePlanner(allow_pickle=allow_pickle, clock=self._clock)
+            self._times = StepTimes(self._clock, gpu=self._state.gpu())
+            self._guard = Guard(
+                self._state.optimizers(),
+                raise_errors=self._raise_errors and self._agree.is_alone,
+                around_update=self._times,
+            )
+            self._pacer: Pacer
+            if every is None:
+                self._pacer = tuned_pacer(
+                    self._root,
+                    self._agree,
+                    self._state.describe(),
+                    max_overhead=max_overhead,
+                    mtbf_s=mtbf_s,
+                    steps_per_epoch=steps_per_epoch,
+                    mode=mode,
+                )
+            else:
+                self._pacer = FixedPacer(every, mode or Mode.CPU)
+            self._gate = Gate()
+            self._saver = Saver(
+                self._agree,
+                self._gate,
+                self._guard,
+                self._planner,
+                self._clock,
+                before_writing=self._lease.renew_quietly,
+                after_publishing=_published(self._own_steps, self._pacer),
+                decide=self._pacer.decide,
+            )
+            self._stopping = Stopping(
+                self._gate,
+                self._agree,
+                self._clock,
+                signals=preempt_signals,
+                grace_s=grace_s,
+                key=f"checkfreq/{self._run_id}",
+            )
+            self._saves_begun = 0
+            self._measured = Measured(Mode.CPU)  # the last save
+            self._history: deque[SaveRecord] = deque(maxlen=_HISTORY)
+            self._closed = False
+            self.step = 0
+            self.last_saved_step: int | None = None
+            self.failures_in_a_row = 0
         self._is_closed = close_at_exit(self, Checkpointer.close)
         self._if_dropped = weakref.finalize(
             self, _give_up, os.getpid(), self._guard, self._stopping, self._saver, self._release()
@@ -297,15 +311,17 @@ class Checkpointer:
         self.wait()
         with contextlib.suppress(SnapshotFailed):  # reported with its save
             self._guard.wait()
-        choice, restored, unfinished = self._restorer.run(step, depth, fresh_start=fresh_start)
-        self._own_steps.go_on_from(choice)
-        self.last_saved_step = None if restored is None else restored.step
-        self.step = self.last_saved_step or 0
-        self._gate.start_from(self.step)
-        self._times.take()  # what came before was not training
+        with self._agree.region("restoring"):
+            self._agree.same({"step": step, "depth": depth, "fresh_start": fresh_start})
+            choice, restored, unfinished = self._restorer.run(step, depth, fresh_start=fresh_start)
+            self._own_steps.go_on_from(choice)
+            self.last_saved_step = None if restored is None else restored.step
+            self.step = self.last_saved_step or 0
+            self._gate.start_from(self.step)
+            self._times.take()  # what came before was not training
+            self._stopping.watch(self)
         if unfinished is not None:
             self._finish(unfinished)
-        self._stopping.watch(self)
         return restored
 
     # --- training ---
@@ -396,7 +412,7 @@ class Checkpointer:
             raise SaveFailed(self._root.location, "this Checkpointer is closed")
         if self.last_saved_step == self.step:
             return
-        writer = self._own_steps.writer(self.step)
+        step = self.step
         laps = self._times.take()
         measured = Measured(self._pacer.mode, self._pacer.interval_steps)
         profile = self._pacer.wants_profile
@@ -409,9 +425,9 @@ class Checkpointer:
             return facts_of(times.resolve(laps), measured, gpu_bytes, is_first=is_first)
 
         self._saver.begin(
-            self.step,
+            step,
             self._state.capture,
-            writer,
+            lambda: self._own_steps.writer(step),
             measured=measured,
             profile=profile,
             facts=facts,
@@ -514,6 +530,11 @@ class Checkpointer:
             self._guard.close()
             self._stopping.close()
             self._release()()
+
+    def _give_back(self) -> None:
+        """Undo a constructor that has failed, on this rank or another."""
+        if hasattr(self, "_guard"):
+            self._guard.close()
 
     def __enter__(self) -> Checkpointer:
         return self

@@ -5,6 +5,7 @@
     |-- UnsupportedOption        a DCP option that would break a promise; nothing was written
     |-- UnsupportedState         the state holds what could not be loaded again; not written
     |-- SnapshotFailed           no snapshot buffer; nothing was written
+    |-- RankFailed               one rank failed in what all do together; all ranks raise it
     |-- SaveFailed               this save is not published, earlier checkpoints are untouched
     |   |-- CheckpointExists     a whole checkpoint is there already and stays
     |   |-- WriteFailed          a shard file could not be written; it was removed
@@ -40,6 +41,15 @@ class CheckFreqError(Exception):
     """Base of all errors of this package. ``exit_code`` is what a command line tool returns."""
 
     exit_code = 10
+
+    def of_rank(self, rank: int) -> CheckFreqError:
+        """Return the same error, with the rank that ran into it in its text, if it has a reason."""
+        fields = self.__reduce__()[1]
+        assert isinstance(fields, tuple)
+        why = getattr(self, "why", None)
+        if not fields or fields[-1] is not why or f"rank {rank}" in str(self):
+            return self
+        return type(self)(*fields[:-1], f"rank {rank}: {why}")
 
 
 class BadLocation(CheckFreqError):
@@ -92,6 +102,22 @@ class SnapshotFailed(CheckFreqError):
 
     def __str__(self) -> str:
         return f"no snapshot was taken: {self.why}"
+
+
+class RankFailed(CheckFreqError):
+    """One rank failed in a call that all ranks make together. All ranks raise this.
+
+    On the rank itself the error that it ran into is the ``__cause__``. Nothing was published.
+    """
+
+    exit_code = 15
+
+    def __init__(self, rank: int, doing: str, why: str) -> None:
+        super().__init__(rank, doing, why)
+        self.rank, self.doing, self.why = rank, doing, why
+
+    def __str__(self) -> str:
+        return f"rank {self.rank} failed while {self.doing}: {self.why}"
 
 
 class SaveFailed(CheckFreqError):
@@ -258,6 +284,10 @@ class DtypeDiffers(LoadFailed):
 
     def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
         return type(self), (self.where, self.pairs)
+
+    def of_rank(self, rank: int) -> DtypeDiffers:
+        """Return the same error, with the rank that ran into it in its text."""
+        return type(self)(self.where, [f"rank {rank}: {pair}" for pair in self.pairs])
 
     def __str__(self) -> str:
         shown = "; ".join(self.pairs[:5]) + (" ..." if len(self.pairs) > 5 else "")

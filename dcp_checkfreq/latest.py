@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Mapping
@@ -17,6 +18,7 @@ from dcp_checkfreq.recovery.unfinished import find_unfinished
 from dcp_checkfreq.storage.open import Location, open_tier
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_root
 from dcp_checkfreq.storage.staging_area import LocalFolder
+from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -64,38 +66,70 @@ def find_latest_valid(
     Raises:
         BadLocation: ``root`` is nothing that can be looked into.
     """
-    options.check(options.FIND_LATEST_VALID, locals())
-    tier = open_tier(root, storage_options=storage_options)
-    staged = None if staging_dir is None else staged_root(tier, staging_dir)
-
-    def look(nodes: list[list[LocalFolder]]) -> Found | None:
-        also = [] if staged is None else _usable(staged, nodes, depth)
-        newest, ranking, _ = newest_whole(tier, depth, also)
-        for passed in ranking.rejected:
-            if newest is None or passed.step >= newest.step:
-                _log.warning("%s: %s passed over: %s", tier.location, passed.name, passed.reason)
-        if newest is None:
-            return None
-        return Found(
-            newest.step,
-            newest.name,
-            os.path.join(tier.location, newest.name)
-            if staged is None or newest not in also
-            else staged.area.folder(newest.name).location,
-            newest.attempt,
-            newest.run_id,
-            newest.world_size,
-            ranking.rejected,
-        )
-
-    own = [] if staged is None else look_at_node(staged)
     if no_dist:
-        return look([own])
+        options.check(options.FIND_LATEST_VALID, locals())
+        tier, staged = _opened(root, staging_dir, storage_options)
+        return _look(tier, staged, depth, [_own(staged)])
     agreement = Agreement()
     try:
-        return agreement.consult(own, look)
+        with agreement.region("looking for the newest checkpoint"):
+            options.check(options.FIND_LATEST_VALID, locals())
+            tier, staged = _opened(root, staging_dir, storage_options)
+            if agreement.is_alone:
+                return _look(tier, staged, depth, [_own(staged)])
+            found, refusal = agreement.consult(
+                _own(staged), functools.partial(_answer, tier, staged, depth)
+            )
     finally:
         agreement.close()
+    if refusal is not None:
+        raise OSError(*refusal)
+    return found
+
+
+def _opened(
+    root: Location, staging_dir: StagingDir | None, storage_options: Mapping[str, Any] | None
+) -> tuple[Tier, StagedTier | None]:
+    tier = open_tier(root, storage_options=storage_options)
+    return tier, None if staging_dir is None else staged_root(tier, staging_dir)
+
+
+def _own(staged: StagedTier | None) -> list[LocalFolder]:
+    return [] if staged is None else look_at_node(staged)
+
+
+def _answer(
+    tier: Tier, staged: StagedTier | None, depth: Depth, nodes: list[list[LocalFolder]]
+) -> tuple[Found | None, tuple[object, ...] | None]:
+    """Return what all ranks hear: what was found, or what to make an `OSError` of."""
+    try:
+        return _look(tier, staged, depth, nodes), None
+    except OSError as error:
+        _log.warning("%s: cannot be looked into: %s", tier.location, error)
+        return None, (error.errno, error.strerror) if error.errno is not None else (str(error),)
+
+
+def _look(
+    tier: Tier, staged: StagedTier | None, depth: Depth, nodes: list[list[LocalFolder]]
+) -> Found | None:
+    also = [] if staged is None else _usable(staged, nodes, depth)
+    newest, ranking, _ = newest_whole(tier, depth, also)
+    for passed in ranking.rejected:
+        if newest is None or passed.step >= newest.step:
+            _log.warning("%s: %s passed over: %s", tier.location, passed.name, passed.reason)
+    if newest is None:
+        return None
+    return Found(
+        newest.step,
+        newest.name,
+        os.path.join(tier.location, newest.name)
+        if staged is None or newest not in also
+        else staged.area.folder(newest.name).location,
+        newest.attempt,
+        newest.run_id,
+        newest.world_size,
+        ranking.rejected,
+    )
 
 
 def _usable(staged: StagedTier, nodes: list[list[LocalFolder]], depth: Depth) -> list[StepRecord]:

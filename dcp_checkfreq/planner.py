@@ -33,9 +33,12 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
+from dcp_checkfreq.agreement import GROUP_IS_GONE
+from dcp_checkfreq.boundary import tells_errors
 from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.covered import check_covered
 from dcp_checkfreq.errors import (
+    LoadFailed,
     PlanCacheStale,
     ReplicasDiffer,
     SaveFailed,
@@ -77,12 +80,6 @@ class _KeptGlobalPlan:
     token: str
     local_plans: list[SavePlan]
     metadata: Metadata
-
-
-GROUP_IS_GONE = (
-    "the process group was destroyed while ranks were saving. Close the Checkpointer, or leave its "
-    "with block, before destroy_process_group()"
-)
 
 
 class CheckFreqSavePlanner(DefaultSavePlanner):
@@ -144,6 +141,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         """Compare replicated tensors between ranks at the next save. Call it on all ranks."""
         self._check_tensors = True
 
+    @tells_errors(SaveFailed, "planning")
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -157,6 +155,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self._where = str(storage_meta.checkpoint_id) if storage_meta else "this save"
         self._name = os.path.basename(self._where)
 
+    @tells_errors(SaveFailed, "planning")
     def create_local_plan(self) -> SavePlan:
         """Return this rank's plan, or just a token if the kept one still fits."""
         with collector_held():
@@ -188,6 +187,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
             plan, planner_data=_Facts(plan.planner_data, None, self._name, digests), usable=True
         )
 
+    @tells_errors(SaveFailed, "planning")
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         """Check that the ranks agree, and plan anew if any of them has changed.
 
@@ -225,6 +225,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self._kept_global = _KeptGlobalPlan(token, local_plans, copy.copy(metadata))
         return [dataclasses.replace(plan, planner_data=token) for plan in plans], metadata
 
+    @tells_errors(SaveFailed, "planning")
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return the plan to carry out, and keep it for the next save."""
         if new_plan.usable:
@@ -347,6 +348,7 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
         self._allow_pickle = allow_pickle
         self._where = "the checkpoint"
 
+    @tells_errors(LoadFailed, "planning")
     def set_up_planner(
         self,
         state_dict: dict[str, Any],
@@ -358,6 +360,7 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
         if metadata is not None and metadata.storage_meta is not None:
             self._where = str(metadata.storage_meta.checkpoint_id)
 
+    @tells_errors(LoadFailed, "planning")
     def create_local_plan(self) -> LoadPlan:
         """Return what this rank reads.
 
@@ -416,6 +419,7 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
             return tensor
         return super().transform_tensor(read_item, tensor)  # type: ignore[no-any-return]
 
+    @tells_errors(LoadFailed, "reading a value")
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
         """Unpickle a byte item and put it where it was.
 

@@ -23,12 +23,14 @@ from torch.futures import Future
 
 from dcp_checkfreq import options
 from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.boundary import tells_errors
 from dcp_checkfreq.covered import check_covered
 from dcp_checkfreq.errors import (
     BrokenMetadata,
     BrokenShard,
     CheckFreqError,
     DtypeDiffers,
+    LoadFailed,
     StateMismatch,
 )
 from dcp_checkfreq.format import metadata as metadata_format
@@ -48,6 +50,7 @@ from dcp_checkfreq.storage.open import Location, can_open, open_tier
 from dcp_checkfreq.storage.remote_options import Options
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_folder
 from dcp_checkfreq.storage.tier import Tier
+from dcp_checkfreq.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
@@ -132,6 +135,7 @@ class CheckFreqReader(StorageReader):
         self._allow_dtype_cast = allow_dtype_cast
         self._threads = threads
         self._known = known
+        self.watchdog: Watchdog | None = None  # hears what this rank is at
         self.reset()
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
@@ -151,6 +155,7 @@ class CheckFreqReader(StorageReader):
         tier = open_tier(path, direct_io=self._direct_io, storage_options=self._options.all())
         return tier if self._staging_dir is None else staged_folder(tier, self._staging_dir)
 
+    @tells_errors(LoadFailed, "reading .metadata")
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Read and check ``.metadata``.
 
@@ -188,6 +193,7 @@ class CheckFreqReader(StorageReader):
             return metadata_format.load(content, self._tier.location)
 
     # DCP passes rank and use_collectives only to a parameter that is named `kwargs`.
+    @tells_errors(LoadFailed, "planning")
     def set_up_storage_reader(
         self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any
     ) -> None:
@@ -210,6 +216,7 @@ class CheckFreqReader(StorageReader):
         """Return the plans as they are."""
         return plans
 
+    @tells_errors(LoadFailed, "reading")
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read all items of the plan into the targets that the planner names.
 
@@ -240,19 +247,17 @@ class CheckFreqReader(StorageReader):
 
     def _agreed_jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Job]:
         """Return the jobs of this rank; with shared reads, raise if another rank has an error."""
-        jobs: list[_Job] = []
-        problem: CheckFreqError | None = None
-        try:
+
+        def jobs() -> list[_Job]:
             with collector_held():
-                jobs = self._jobs(plan, planner)
-        except CheckFreqError as error:
-            problem = error
-        if self._sharing is not None:
-            problems = self._sharing.gather(problem)
-            problem = problem or next((one for one in problems if one is not None), None)
-        if problem is not None:
-            raise problem
-        return jobs
+                return self._jobs(plan, planner)
+
+        if self._sharing is None:
+            return jobs()
+        return self._sharing.together("planning reads", jobs, wrap=self._failed)
+
+    def _failed(self, text: str) -> LoadFailed:
+        return LoadFailed(self._tier.location, text)
 
     @property
     def _sharing(self) -> Agreement | None:

@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 
-from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.errors import BrokenMetadata, BrokenShard, RankLost, SaveFailed
+from dcp_checkfreq.errors import BrokenMetadata, BrokenShard, LoadFailed, RankLost, SaveFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.local_copies import LocalCopies
 from dcp_checkfreq.planner import CheckFreqLoadPlanner
@@ -26,7 +25,6 @@ from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.recovery.unfinished import Unfinished
 from dcp_checkfreq.root_check import is_read_only
-from dcp_checkfreq.saving import cause_of
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
@@ -97,7 +95,8 @@ class Restorer:
         while True:
             unfinished = [] if self._copies is None else self._copies.unfinished(refused)
             choice = self._agree.decide(
-                partial(self._choose, step, depth, fresh_start, broken, unfinished)
+                functools.partial(self._choose, step, depth, fresh_start, broken, unfinished),
+                "choosing a checkpoint",
             )
             record = choice.record
             if record is None:
@@ -114,16 +113,15 @@ class Restorer:
                     local = None  # it is published now
             try:
                 files = self._load(record.name, record.step, local)
-            except CheckpointException as error:
-                cause = cause_of(error)
-                if local is not None and isinstance(cause, BrokenShard):
-                    _log.warning("%s; its upload is not finished", cause)
-                    refused[record.name] = cause.why
+            except (BrokenShard, BrokenMetadata) as damage:  # on all ranks
+                if local is not None and isinstance(damage, BrokenShard):
+                    _log.warning("%s; its upload is not finished", damage)
+                    refused[record.name] = damage.why
                     continue
-                if step is not None or not isinstance(cause, (BrokenShard, BrokenMetadata)):
-                    raise cause from error
-                _log.warning("%s; trying the next older checkpoint", cause)
-                broken[record.name] = cause.why
+                if step is not None:
+                    raise
+                _log.warning("%s; trying the next older checkpoint", damage)
+                broken[record.name] = damage.why
                 continue
             self._tidy(unfinished, {record.name: files})
             seconds = self._clock.monotonic_s() - started_s
@@ -238,22 +236,29 @@ class Restorer:
             return metadata_format.content_of(folder) if local is None else local.content
 
         # Read once for all ranks: on shared file systems others might not see it yet.
-        known = self._agree.decide(lambda: metadata_format.load(content(), folder.location))
-        reader = CheckFreqReader(
-            folder,
-            threads=self._threads,
-            known=known,
-            share_reads=self._share_reads,
-            agreement=self._agree,
+        known = self._agree.decide(
+            lambda: metadata_format.load(content(), folder.location), "reading .metadata"
         )
-        target = self._state.targets(known[0], folder.location)
-        dcp_load(
-            target,
-            storage_reader=reader,
-            planner=CheckFreqLoadPlanner(allow_pickle=self._allow_pickle),
-            process_group=self._agree.group,
-            no_dist=self._agree.is_alone,
-        )
+        wrap = functools.partial(LoadFailed, folder.location)
+        with self._agree.region("making room for what is loaded", wrap=wrap):
+            reader = CheckFreqReader(
+                folder,
+                threads=self._threads,
+                known=known,
+                share_reads=self._share_reads,
+                agreement=self._agree,
+            )
+            reader.watchdog = self._agree.watchdog
+            target = self._state.targets(known[0], folder.location)
+        with self._agree.dcp("loading", folder.location, wrap=wrap):
+            dcp_load(
+                target,
+                storage_reader=reader,
+                planner=CheckFreqLoadPlanner(allow_pickle=self._allow_pickle),
+                process_group=self._agree.group,
+                no_dist=self._agree.is_alone,
+            )
         self.bytes_read, self.bytes_received = reader.bytes_read, reader.bytes_received
-        self._state.restore(target, step)
+        with self._agree.region("putting back what was loaded", wrap=wrap):
+            self._state.restore(target, step)
         return frozenset(known[1].files if known[1] is not None else ())

@@ -30,7 +30,9 @@ def check_root(root: Tier, agree: Agreement, run_id: str, clock: Clock) -> None:
     """
     folder = root.child(names.RUN_FOLDER)
     probe = f"probe-{run_id}"
-    there = agree.decide(lambda: _leave_probe(root, folder, probe))
+    there = agree.decide(
+        lambda: _leave_probe(root, folder, probe), "looking whether all ranks see the root"
+    )
     sees_it = _sees_probe(folder, probe, clock) if there is None else _sees(root, there, clock)
     blind = [rank for rank, sees in enumerate(agree.gather(sees_it)) if not sees]
     if agree.rank == 0 and there is None:

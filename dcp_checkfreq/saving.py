@@ -9,7 +9,6 @@ of them act on it at the same one.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 from collections.abc import Callable, Mapping
@@ -19,7 +18,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
-from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.agreement import GROUP_IS_GONE, Agreement, is_agreed
 from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.crew import Crew, Task
 from dcp_checkfreq.errors import (
@@ -31,13 +30,14 @@ from dcp_checkfreq.errors import (
 )
 from dcp_checkfreq.gate import Gate
 from dcp_checkfreq.leaving import lost, watch
-from dcp_checkfreq.planner import GROUP_IS_GONE, CheckFreqSavePlanner, FailingSavePlanner
+from dcp_checkfreq.planner import CheckFreqSavePlanner, FailingSavePlanner
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.tuner import Decision
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
 from dcp_checkfreq.snapshot.survey import Piece, Structure, Survey
 from dcp_checkfreq.switching import quick_switching
+from dcp_checkfreq.told import Told, tell
 from dcp_checkfreq.uploading import upload_and_publish
 from dcp_checkfreq.writer import CheckFreqWriter
 
@@ -77,7 +77,15 @@ class _Ready:
 
     step: int
     plan_fits: bool
-    error: SaveFailed | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Said:
+    """What a rank says when a save has ended on it."""
+
+    told: Told | None
+    facts: Any
+    knows: bool  # whether there are facts
 
 
 @dataclass(slots=True)
@@ -168,20 +176,20 @@ class Saver:
         self,
         step: int,
         capture: Callable[[], Mapping[str, Any]],
-        writer: CheckFreqWriter,
+        open_writer: Callable[[], CheckFreqWriter],
         *,
         measured: Measured,
         profile: bool,
         facts: Callable[[], Any],
     ) -> None:
-        """Save what ``capture`` returns as ``step`` through ``writer``, which is closed at the end.
+        """Save what ``capture`` returns as ``step`` through a writer, which is closed at the end.
 
         All ranks call it at the same step, with no save in flight.
 
         Args:
             step: number of the step.
             capture: returns the live state.
-            writer: of this step's folder.
+            open_writer: returns the writer of this step's folder.
             measured: says how to copy; what the save costs is filled in.
             profile: measure for later saves: have new memory ready before the copy starts, and
                 try the GPU if there is one.
@@ -191,61 +199,44 @@ class Saver:
             CheckFreqError: nothing was begun, on any rank.
         """
         assert self._job is None
+        begun_s = self._clock.monotonic_s()
+        writer, survey, only = self._agreed_state(step, capture, open_writer)
+        measured.call_s = self._clock.monotonic_s() - begun_s
         try:
-            job = self._with_snapshot(step, capture, writer, measured, profile, facts)
+            stopped, job = self._with_snapshot(
+                step, writer, survey, only, measured, profile=profile, facts=facts
+            )
             self._start(job, functools.partial(self._write_and_publish, job))
         except BaseException:
             if self._job is None:
                 writer.close()  # also after Ctrl-C, whose traceback may keep everything alive
             raise
+        if stopped is not None:
+            raise stopped  # `KeyboardInterrupt`, say; the other ranks hear of it in the save
 
     def _with_snapshot(
         self,
         step: int,
-        capture: Callable[[], Mapping[str, Any]],
         writer: CheckFreqWriter,
+        survey: Survey,
+        only: frozenset[str] | None,
         measured: Measured,
+        *,
         profile: bool,
         facts: Callable[[], Any],
-    ) -> _Save:
+    ) -> tuple[BaseException | None, _Save]:
+        """Begin the snapshot; return the save, and what ends this process if something does."""
         begun_s = self._clock.monotonic_s()
-        survey, only = self._agreed_state(step, capture, writer)
-        measured.call_s = self._clock.monotonic_s() - begun_s
-        guarded = (
-            self._guard.addresses() if profile or measured.mode is not Mode.BLOCKING else set()
-        )
-        if profile:
-            measured.gpu_copy_s = gpu_copy_s(survey, guarded)
-        planner, snapshot = self._planner, None
-        begun_s = self._clock.monotonic_s()
-
-        def begin_snapshot() -> Snapshot:
-            return writer.begin_snapshot(
-                survey,
-                only=only,
-                guarded=set() if measured.mode is Mode.BLOCKING else guarded,
-                on_gpu=measured.mode is Mode.GPU,
-                touch_first=profile,
-            )
-
+        planner, snapshot, stopped = self._planner, None, None
         try:
-            try:
-                snapshot = begin_snapshot()
-            except SnapshotFailed as error:
-                if measured.mode is not Mode.GPU:
-                    raise
-                _log.warning("%s; this one goes to the host", error)
-                measured.mode = Mode.CPU
-                snapshot = begin_snapshot()
-        except CheckFreqError as error:
+            snapshot = self._begin_snapshot(writer, survey, only, measured, profile=profile)
+        except BaseException as error:
             # The others are on their way into the save: this rank has to be there and say no.
-            planner = FailingSavePlanner(error)
-        else:
-            planner.expect_partial(only is not None)
-            self._guard.arm(snapshot)
-            measured.copied_bytes = snapshot.copied_bytes
-            measured.state_bytes = snapshot.state_bytes
-        return _Save(
+            planner = self._refusing(step, "copying the state", error)
+            stopped = None if isinstance(error, Exception) else error
+            if stopped is not None and self._agree.is_alone:
+                raise
+        return stopped, _Save(
             step,
             measured,
             facts,
@@ -258,14 +249,62 @@ class Saver:
             started_s=self._clock.monotonic_s(),
         )
 
+    def _begin_snapshot(
+        self,
+        writer: CheckFreqWriter,
+        survey: Survey,
+        only: frozenset[str] | None,
+        measured: Measured,
+        *,
+        profile: bool,
+    ) -> Snapshot:
+        guarded = (
+            self._guard.addresses() if profile or measured.mode is not Mode.BLOCKING else set()
+        )
+        if profile:
+            measured.gpu_copy_s = gpu_copy_s(survey, guarded)
+
+        def begin() -> Snapshot:
+            return writer.begin_snapshot(
+                survey,
+                only=only,
+                guarded=set() if measured.mode is Mode.BLOCKING else guarded,
+                on_gpu=measured.mode is Mode.GPU,
+                touch_first=profile,
+            )
+
+        try:
+            snapshot = begin()
+        except SnapshotFailed as error:
+            if measured.mode is not Mode.GPU:
+                raise
+            _log.warning("%s; this one goes to the host", error)
+            measured.mode = Mode.CPU
+            snapshot = begin()
+        self._planner.expect_partial(only is not None)
+        self._guard.arm(snapshot)
+        measured.copied_bytes = snapshot.copied_bytes
+        measured.state_bytes = snapshot.state_bytes
+        return snapshot
+
+    def _refusing(self, step: int, doing: str, error: BaseException) -> CheckFreqSavePlanner:
+        """Return a planner that tells all ranks in the save that this one cannot."""
+        told = tell(error, self._agree.rank, doing, _save_failed(step), named=False)
+        if self._agree.is_alone and isinstance(error, Exception):
+            return FailingSavePlanner(error)
+        return FailingSavePlanner(told.rebuilt())
+
     def begin_finishing(self, step: int, finish: Callable[[], None], measured: Measured) -> None:
         """Publish ``step``, which an earlier process has saved, by calling ``finish``.
 
         All ranks call it, with no save in flight; it is one from then on. ``finish`` may use the
-        ranks' group, and raises on all of them or on none.
+        ranks' group.
         """
         assert self._job is None
-        self._start(_Job(step, measured, None), finish)
+        self._start(
+            _Job(step, measured, None),
+            lambda: self._agree.together("finishing a save", finish, wrap=_save_failed(step)),
+        )
 
     def _start(self, job: _Job, work: Callable[[], None]) -> None:
         running = Task(functools.partial(self._run, job, work))
@@ -278,27 +317,35 @@ class Saver:
             running.run()
 
     def _agreed_state(
-        self, step: int, capture: Callable[[], Mapping[str, Any]], writer: CheckFreqWriter
-    ) -> tuple[Survey, frozenset[str] | None]:
-        """Look at the live state. Return it, and what this rank writes; None: that is not known."""
-        alone = self._agree.is_alone
-        try:
+        self,
+        step: int,
+        capture: Callable[[], Mapping[str, Any]],
+        open_writer: Callable[[], CheckFreqWriter],
+    ) -> tuple[CheckFreqWriter, Survey, frozenset[str] | None]:
+        """Look at the live state.
+
+        Returns:
+            What writes it, the look, and what this rank writes; None if that is not known.
+        """
+        found: list[tuple[CheckFreqWriter, Survey, frozenset[str] | None]] = []
+
+        def look() -> _Ready:
+            writer = open_writer()
+            writer.watchdog = self._agree.watchdog
             survey = writer.survey(capture())
-        except Exception as error:
-            if not alone:
-                problem = SaveFailed(f"step {step}", f"rank {self._agree.rank}: {error}")
-                with contextlib.suppress(CheckFreqError):  # this rank has the error itself
-                    self._agree.consult(_Ready(step, False, problem), _all_ready)
-            raise
-        structure = survey.inventory.structure
-        fits = self._planned is structure or self._planned == structure
-        self._planned = None  # until this save has worked
-        only = self._planner.written_keys if fits else None
-        if alone:
-            return survey, None
-        if not self._agree.consult(_Ready(step, only is not None, None), _all_ready):
-            only = None
-        return survey, only
+            structure = survey.inventory.structure
+            fits = self._planned is structure or self._planned == structure
+            self._planned = None  # until this save has worked
+            only = self._planner.written_keys if fits else None
+            found.append((writer, survey, only))
+            return _Ready(step, only is not None)
+
+        with self._agree.doing("capturing the state", f"of step {step}"):
+            all_fit = self._agree.combine(
+                "capturing the state", look, _all_ready, wrap=_save_failed(step)
+            )
+        writer, survey, only = found[0]
+        return writer, survey, only if all_fit and not self._agree.is_alone else None
 
     def ended(self, step: int | None = None) -> Ended | None:
         """Return how the save in flight has ended, or None; it is in flight no more then.
@@ -402,38 +449,37 @@ class Saver:
 
     def _write_and_publish(self, job: _Save) -> None:
         planner, measured = job.planner, job.measured
-        if job.snapshot is not None:
-            try:
+        where = job.writer.checkpoint_id
+        try:
+            if job.snapshot is not None:
                 # Before anything else: this thread's Python would be in the way of the loop's.
                 job.snapshot.wait()
                 measured.copy_s = job.snapshot.copy_s
-            except SnapshotFailed as error:
-                planner = FailingSavePlanner(error)
-        if self._agree.rank == 0:
-            self._before_writing()
-        if self._agree.is_gone():
-            raise RankLost(job.writer.checkpoint_id, GROUP_IS_GONE)
-        try:
-            dcp_save(
-                dict(job.snapshot.state) if job.snapshot is not None else {},
-                storage_writer=job.writer,
-                planner=planner,
-                process_group=self._agree.group,
-                no_dist=self._agree.is_alone,
-            )
-        except CheckpointException as failed:
-            cause = cause_of(failed)
-            if is_certain(failed):
-                job.writer.abandon()
-            raise cause from failed
-        except (RuntimeError, ValueError) as failed:  # of the collectives
-            if not isinstance(failed, RuntimeError) and not self._agree.is_gone():
-                raise
             if self._agree.rank == 0:
-                job.writer.abandon()  # no one but this writer could have published it
-            why = f"another rank did not answer; its own log says why ({failed})"
-            is_gone = self._agree.is_gone()
-            raise RankLost(job.writer.checkpoint_id, GROUP_IS_GONE if is_gone else why) from failed
+                self._before_writing()
+            state = dict(job.snapshot.state) if job.snapshot is not None else {}
+        except BaseException as error:  # noqa: BLE001  the others are in the save already
+            planner, state = self._refusing(job.step, "copying the state", error), {}
+        if self._agree.is_gone():
+            raise RankLost(where, GROUP_IS_GONE)
+        try:
+            with self._agree.dcp("saving", where, wrap=functools.partial(SaveFailed, where)):
+                dcp_save(
+                    state,
+                    storage_writer=job.writer,
+                    planner=planner,
+                    process_group=self._agree.group,
+                    no_dist=self._agree.is_alone,
+                )
+        except BaseException as failed:
+            of_all = failed.__cause__
+            if isinstance(of_all, CheckpointException):
+                certain = is_certain(of_all)
+            else:  # then no one but rank 0's writer could have published it, and that knows
+                certain = self._agree.rank == 0 and isinstance(failed, Exception)
+            if certain:
+                job.writer.abandon()
+            raise
         self._upload(job.step, job.writer)
         copied_s = max(job.started_s, job.begun_s + measured.copy_s)
         measured.persist_s = max(0.0, self._clock.monotonic_s() - copied_s)
@@ -447,19 +493,19 @@ class Saver:
 
     def _upload(self, step: int, writer: CheckFreqWriter) -> None:
         """Bring what was staged on local disks to where it is published."""
-        upload = writer.start_upload()
-        if upload is None:
+        if not writer.uploads_later:
             return
         if self._agree.rank == 0:
             _log.info("step %d is on the local disks; it is being uploaded", step)
         try:
-            upload_and_publish(
-                self._agree,
-                upload,
-                writer.checkpoint_id,
-                writer.publish_uploaded,
-                each_round=self._before_writing,
-            )
+            with self._agree.region("uploading", wrap=_save_failed(step)):
+                upload_and_publish(
+                    self._agree,
+                    writer.start_upload(),
+                    writer.checkpoint_id,
+                    writer.publish_uploaded,
+                    each_round=self._before_writing,
+                )
         except (PublishUnknown, RankLost):
             raise  # it may be published; or the next start finishes it
         except CheckFreqError:
@@ -473,18 +519,39 @@ class Saver:
             job.ended = Ended(job.step, 0, error, None)
             return
 
-        def rule(facts: list[Any]) -> tuple[BaseException | None, Decision | None]:
-            if job.facts is None:
-                return error, None
+        def own() -> _Said:
+            told = None
+            if error is not None:
+                doing, wrap = "saving", _save_failed(job.step)
+                told = tell(error, self._agree.rank, doing, wrap, named=not is_agreed(error))
             try:
-                return error, self._decide(job.step, facts)
-            except Exception as failed:  # noqa: BLE001  whatever it is, all ranks hear of it
+                return _Said(told, job.facts and job.facts(), knows=True)
+            except Exception as failed:  # noqa: BLE001  all ranks hear of it
+                _log.exception("step %d: what it cost cannot be told", job.step)
+                own_errors.append(failed)
+                doing = "telling what a save cost"
+                return _Said(told or tell(failed, self._agree.rank, doing), None, knows=False)
+
+        def rule(ranks: list[_Said]) -> tuple[Told | None, Decision | None]:
+            told = next((said.told for said in ranks if said.told is not None), None)
+            if job.facts is None or not all(said.knows for said in ranks):
+                return told, None
+            try:
+                return told, self._decide(job.step, [said.facts for said in ranks])
+            except Exception as failed:  # noqa: BLE001  all ranks hear of it
                 # Told like a failed save, so that all ranks hear of it at the same step.
                 _log.exception("step %d: when to save next could not be decided", job.step)
-                return error or failed, None
+                own_errors.append(failed)
+                return told or tell(failed, 0, "deciding when to save next", named=False), None
 
+        own_errors = [] if error is None else [error]
         # First wait for the slowest rank, and only then hold the training for a moment.
-        heard, decision = self._agree.consult(job.facts and job.facts(), rule)
+        told, decision = self._agree.combine("ending a save", own, rule)
+        heard: BaseException | None = None
+        if told is not None:
+            heard = own_errors[0] if own_errors else None
+            if heard is None or not (self._agree.is_alone or is_agreed(heard)):
+                heard = told.rebuilt()
         passed = self._gate.hold()
         try:
             at = self._agree.consult(passed, max) + 1
@@ -495,14 +562,15 @@ class Saver:
 
 
 def _all_ready(ranks: list[_Ready]) -> bool:
-    """Return whether the kept plan fits on all ranks; raise if a rank cannot save."""
+    """Return whether the kept plan fits on all ranks; raise if they are not at the same step."""
     steps = sorted({ready.step for ready in ranks})
     if len(steps) > 1:
         raise SaveFailed(f"step {steps[0]}", f"the ranks are saving different steps: {steps}")
-    for ready in ranks:
-        if ready.error is not None:
-            raise ready.error
     return all(ready.plan_fits for ready in ranks)
+
+
+def _save_failed(step: int) -> Callable[[str], SaveFailed]:
+    return functools.partial(SaveFailed, f"step {step}")
 
 
 def is_certain(error: CheckpointException) -> bool:
@@ -514,9 +582,3 @@ def is_certain(error: CheckpointException) -> bool:
     return of_rank_0 is None or (
         isinstance(of_rank_0[0], Exception) and not isinstance(of_rank_0[0], PublishUnknown)
     )
-
-
-def cause_of(error: CheckpointException) -> BaseException:
-    """Return the error of the lowest rank that failed, rather than DCP's wrapper."""
-    _, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-    return cause

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 
 from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.errors import CheckFreqError
 from dcp_checkfreq.shards.codec import bytes_of
 from dcp_checkfreq.shards.fetch import Taker
 from dcp_checkfreq.shards.read_plan import Want
@@ -75,15 +74,13 @@ def share(
         reading = pool.submit(exchange.read, plan[0]) if plan else None
         for number, chunks in enumerate(plan):
             assert reading is not None
-            problem = reading.exception()
-            read = None if problem is not None else reading.result()
             # Before anybody waits for bytes that will not come.
-            for told in agree.gather(_portable(problem)):
-                if told is not None:  # the same on all ranks, who may act on it together
-                    raise told from problem
+            with agree.region("reading for other ranks"):
+                read = reading.result()
+                into = exchange.room(chunks)
             if number + 1 < len(plan):
                 reading = pool.submit(exchange.read, plan[number + 1])
-            exchange.swap(chunks, read)
+            exchange.swap(chunks, read, into)
     exchange.done.tickets = frozenset(
         want.ticket
         for chunks in plan
@@ -93,12 +90,6 @@ def share(
         for want in mine[wanted]
     )
     return exchange.done
-
-
-def _portable(problem: BaseException | None) -> CheckFreqError | None:
-    if problem is None or isinstance(problem, CheckFreqError):
-        return problem
-    return CheckFreqError(f"another rank could not read: {problem!r}")
 
 
 class _Exchange:
@@ -136,8 +127,19 @@ class _Exchange:
         self.done.bytes_read += self._fetch(wants, slots, digests, keys)
         return content
 
-    def swap(self, chunks: Sequence[Chunk], own: torch.Tensor | None) -> None:
+    def room(self, chunks: Sequence[Chunk]) -> list[torch.Tensor]:
+        """Return memory for what this rank gets from others in a round, in order."""
+        return [
+            torch.empty(chunk.size_bytes, dtype=torch.uint8)
+            for chunk in chunks
+            if chunk.owner != self._agree.rank and self._agree.rank in chunk.wanters
+        ]
+
+    def swap(
+        self, chunks: Sequence[Chunk], own: torch.Tensor | None, room: Sequence[torch.Tensor]
+    ) -> None:
         """Send this rank's chunk of a round, get those of others, and hand all of them on."""
+        free = iter(room)
         rank = self._agree.rank
         sends: list[tuple[int, torch.Tensor]] = []
         receives: list[tuple[int, torch.Tensor]] = []
@@ -148,7 +150,7 @@ class _Exchange:
                 sends += [(other, own) for other in chunk.wanters if other != rank]
                 here.append((chunk, own))
             elif rank in chunk.wanters:
-                content = torch.empty(chunk.size_bytes, dtype=torch.uint8)
+                content = next(free)
                 receives.append((chunk.owner, content))
                 here.append((chunk, content))
                 self.done.bytes_received += chunk.size_bytes

@@ -3,21 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.errors import CheckFreqError, WriteFailed
 from dcp_checkfreq.storage.staged import Upload
 
 _ROUND_S = 30.0  # ranks hear of each other at least so often while some are still copying
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What a rank says in a round."""
-
-    is_done: bool
-    error: CheckFreqError | None
 
 
 def upload_and_publish(
@@ -46,28 +37,26 @@ def upload_and_publish(
         RankLost: a rank did not answer.
     """
 
-    def rule(ranks: list[_Said]) -> bool:
-        for said in ranks:
-            if said.error is not None:
-                raise said.error
-        if all(said.is_done for said in ranks):
+    def rule(are_done: list[bool]) -> bool:
+        if all(are_done):
             publish()
             return True
         each_round()
         return False
 
-    def say() -> _Said:
+    def look() -> bool:
         if not upload.wait(min(_ROUND_S, agree.timeout_s / 4)):
-            return _Said(False, None)
+            return False
         problem = upload.problem()
         if problem is None:
-            return _Said(True, None)
+            return True
         if isinstance(problem, CheckFreqError):
-            return _Said(True, problem)
-        return _Said(True, WriteFailed(where, f"rank {agree.rank}, while uploading: {problem}"))
+            raise problem
+        raise WriteFailed(where, f"rank {agree.rank}, while uploading: {problem}") from problem
 
     try:
-        while not agree.consult(say(), rule):
-            pass
+        with agree.doing("uploading", where):
+            while not agree.combine("uploading", look, rule):
+                pass
     finally:
         upload.close()

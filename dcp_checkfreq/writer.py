@@ -26,11 +26,13 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from dcp_checkfreq import options, version
+from dcp_checkfreq.boundary import tells_errors
 from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.errors import (
     CheckpointExists,
     PublishUnknown,
+    SaveFailed,
     UnsupportedOption,
     WriteFailed,
 )
@@ -60,6 +62,7 @@ from dcp_checkfreq.storage.remote_options import Options
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, Upload, staged_folder
 from dcp_checkfreq.storage.tier import StaleCredentials, Tier
 from dcp_checkfreq.switching import quick_switching
+from dcp_checkfreq.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
@@ -141,10 +144,12 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self.in_flight = InFlight()
         self._current: list[SaveAttempt] = []  # one; known without this writer
         weakref.finalize(self, give_up, self._current).atexit = False
+        self.watchdog: Watchdog | None = None  # hears what this rank is at
         self._begin()
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"_overlap": ()}  # optimizers stay in the process that steps them
+        # Optimizers stay in the process that steps them.
+        return self.__dict__ | {"_overlap": (), "watchdog": None}
 
     def _opened(self, path: Location) -> Tier:
         tier = open_tier(path, direct_io=self._direct_io, storage_options=self._options.all())
@@ -192,6 +197,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         return self.storage_meta().save_id
 
     # DCP passes rank and use_collectives only to a parameter that is named `kwargs`.
+    @tells_errors(SaveFailed, "looking whether it can save")
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Check that this save can be kept, before anything is written.
 
@@ -243,6 +249,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         return plans
 
     @told(ends=lambda writer: not writer._is_coordinator)
+    @tells_errors(SaveFailed, "writing")
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items. On return they are durable, under names nobody knows yet.
 
@@ -296,6 +303,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             return report(plan, items, placements, files)
 
     @told()
+    @tells_errors(SaveFailed, "publishing")
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint. Called on the coordinator, after every rank has succeeded.
 
@@ -359,13 +367,14 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
     # --- what follows if the upload comes later ---
 
-    def start_upload(self) -> Upload | None:
-        """On every rank, once DCP's save has returned: start to copy to the slow side.
+    @property
+    def uploads_later(self) -> bool:
+        """Whether something is left to do when DCP's save has returned; the same on all ranks."""
+        return self._staged is not None and self._uploads_later
 
-        None if there is nothing to do later: `finish` has published.
-        """
-        if self._staged is None or not self._uploads_later:
-            return None
+    def start_upload(self) -> Upload:
+        """On every rank, once DCP's save has returned: start to copy to the slow side."""
+        assert self._staged is not None
         self._staged.committed()
         return self._staged.start_upload()
 

@@ -26,6 +26,7 @@ LEVELS = {
     "format/texts": 0,
     "format/digest": 1,
     "policy": 1,
+    "told": 1,
     "publish/phases": 1,
     "recovery/plan": 1,
     "shards/assign": 1,
@@ -48,6 +49,9 @@ LEVELS = {
     "step_times": 3,
     "testing": 3,  # public test tools: may use all that is below the writer and reader
     "staged_save": 3,
+    "rollcall": 2,
+    "watchdog": 2,
+    "boundary": 3,
     "agreement": 3,
     "sharing": 4,
     "writer": 4,
@@ -103,6 +107,7 @@ PURE = {
     "data/lanes",
     "data/order",
     "data/position",
+    "told",
 }
 IMPURE_STDLIB = {
     "asyncio", "concurrent", "ctypes", "io", "logging", "mmap", "multiprocessing", "os", "pathlib",

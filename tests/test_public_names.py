@@ -34,6 +34,7 @@ PUBLIC = {
     "ReplicasDiffer",
     "PlanCacheStale",
     "PublishUnknown",
+    "RankFailed",
     "RankLost",
     "TooManyFailures",
     "LoadFailed",

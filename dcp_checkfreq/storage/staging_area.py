@@ -47,6 +47,8 @@ _LOCK_WITHIN_S = 2.0
 _SCRATCH = re.compile(r".+\.([0-9a-f]{12})\.tmp", re.ASCII)
 _LOCK = re.compile(r"\.([0-9a-f]{12})\.lock", re.ASCII)
 
+_TRIES = 9  # ranks of one node say at once which root its disk is the front of
+
 
 @dataclass(frozen=True, slots=True)
 class LocalFolder:
@@ -303,14 +305,17 @@ class StagingArea:
 
     def belong_to(self, root_id: str) -> None:
         """Say which root this is the front of; what was there for another one goes."""
-        if self.root_id() != root_id:
+        for tries_left in reversed(range(_TRIES)):
+            if self.root_id() == root_id:
+                return
             self.clear({})
             self.local.make()
-            self.local.replace(
-                names.ROOT_ID,
-                root_id.encode(),
-                scratch=f"{names.ROOT_ID}.{names.new_attempt()}.tmp",
-            )
+            scratch = f"{names.ROOT_ID}.{names.new_attempt()}.tmp"
+            try:
+                self.local.replace(names.ROOT_ID, root_id.encode(), scratch=scratch)
+            except FileNotFoundError:  # another rank of this node has cleared it away
+                if not tries_left:
+                    raise
 
     def root_id(self) -> str | None:
         """Return which root this is the front of, if that was ever said."""

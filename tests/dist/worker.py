@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import jobs_agreement
+import jobs_no_rank_alone
 import jobs_saving
 import jobs_sharding
 import jobs_sharing
@@ -19,7 +20,15 @@ import torch.distributed as dist
 from jobs import DEADLY, JOBS
 
 # Importing a module of jobs registers them.
-MODULES = (jobs_agreement, jobs_saving, jobs_sharding, jobs_sharing, jobs_staged, jobs_training)
+MODULES = (
+    jobs_agreement,
+    jobs_no_rank_alone,
+    jobs_saving,
+    jobs_sharding,
+    jobs_sharing,
+    jobs_staged,
+    jobs_training,
+)
 
 
 def main():

@@ -1,0 +1,113 @@
+"""Work that does not return is told: once a minute, with rank, phase and place.
+
+Whoever saves or restores says what it begins and when it is through (`Watchdog.doing`). A thread
+looks now and then whether something has been going on for long. Nothing is ended by it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import logging
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+from dcp_checkfreq.clock import Clock
+
+_log = logging.getLogger(__name__)
+
+WARN_AFTER_S = 60.0
+_POLL_S = 1.0
+_JOIN_S = 2.0
+
+
+@dataclass(slots=True)
+class _Work:
+    phase: str
+    where: str
+    since_s: float
+    thread: int
+    told: int = 0  # times
+
+    def text(self, now_s: float) -> str:
+        at = f" {self.where}" if self.where else ""
+        return f"has been {self.phase}{at} for {now_s - self.since_s:.0f} s"
+
+
+class Watchdog:
+    """Knows what this rank is doing since when.
+
+    Args:
+        rank: of this process.
+        clock: by which work takes long.
+        note: called with what this rank has been at for long, for the other ranks to read; with
+            an empty text when that is over.
+        others: returns what other ranks have noted.
+        after_s: so long is long; told again after as long.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        clock: Clock,
+        *,
+        note: Callable[[str], None] | None = None,
+        others: Callable[[], Mapping[int, str]] | None = None,
+        after_s: float = WARN_AFTER_S,
+    ) -> None:
+        self._rank, self._clock = rank, clock
+        self._note, self._others = note, others
+        self._after_s = after_s
+        self._numbers = itertools.count()
+        self._at_work: dict[int, _Work] = {}  # in the order it began; changed without a lock
+        self._is_noted = False
+        self._closing = threading.Event()
+        self._thread: threading.Thread | None = None
+
+    @contextlib.contextmanager
+    def doing(self, phase: str, where: str = "") -> Iterator[None]:
+        """Say that this thread is at something, as in "has been writing /runs/step_3"."""
+        number = next(self._numbers)
+        work = _Work(phase, where, self._clock.monotonic_s(), threading.get_ident())
+        self._at_work[number] = work
+        try:
+            yield
+        finally:
+            del self._at_work[number]
+
+    def start(self) -> None:
+        """Look now and then, in a thread, until `close`."""
+        self._thread = threading.Thread(target=self._watch, name="checkfreq-watch", daemon=True)
+        try:
+            self._thread.start()
+        except RuntimeError as error:
+            self._thread = None
+            _log.warning("work that does not return will not be told: %s", error)
+
+    def close(self) -> None:
+        """End the thread. May be called twice, and from any thread."""
+        self._closing.set()
+
+    def _watch(self) -> None:
+        while not self._closing.wait(_POLL_S):
+            self.look()
+
+    def look(self) -> None:
+        """Tell what has been going on for long."""
+        now_s = self._clock.monotonic_s()
+        innermost = {work.thread: work for work in list(self._at_work.values())}
+        late = [w for w in innermost.values() if now_s - w.since_s >= self._after_s]
+        is_news = False
+        for work in late:
+            times = int((now_s - work.since_s) // self._after_s)
+            if times > work.told:
+                work.told, is_news = times, True
+                _log.warning("rank %d %s%s", self._rank, work.text(now_s), self._of_others())
+        if self._note is not None and (is_news or (self._is_noted and not late)):
+            self._note("; ".join(work.text(now_s) for work in late))
+            self._is_noted = bool(late)
+
+    def _of_others(self) -> str:
+        others = {} if self._others is None else self._others()
+        return "".join(f"; rank {rank} {text}" for rank, text in sorted(others.items()))
