@@ -36,7 +36,7 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Record, digest_starts
-from dcp_checkfreq.format.safe_bytes import load_object
+from dcp_checkfreq.format.safe_bytes import load_object, load_tensor
 from dcp_checkfreq.format.torch_private import StorageInfo
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.planner import CheckFreqLoadPlanner
@@ -424,13 +424,10 @@ class CheckFreqReader(StorageReader):
         )
 
     def _unpack(self, job: _Job, tensor: torch.Tensor, archive: bytearray) -> None:
-        key = job.request.storage_index.fqn
-        try:
-            saved = torch.load(io.BytesIO(archive), map_location="cpu", weights_only=True)
-        except (RuntimeError, ValueError, EOFError) as error:
-            raise BrokenShard(
-                self._tier.location, f"{key!r} is not a whole torch.save archive ({error})"
-            ) from error
+        kept = self._metadata.state_dict_metadata[job.request.storage_index.fqn]
+        assert isinstance(kept, TensorStorageMetadata)
+        size = _chunk_shape(kept, job.request.storage_index)
+        saved = load_tensor(archive, size, job.request.storage_index.fqn, self._tier.location)
         for dim, (start, length) in enumerate(
             zip(job.request.storage_offsets, job.request.lengths, strict=True)
         ):

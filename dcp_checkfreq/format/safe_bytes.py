@@ -14,7 +14,25 @@ from typing import Any
 import torch
 from torch.serialization import safe_globals
 
-from dcp_checkfreq.errors import LoadFailed, UnsafePickle
+from dcp_checkfreq.errors import BrokenShard, UnsafePickle
+from dcp_checkfreq.format.item_checks import check_pickle, pickles_of
+from dcp_checkfreq.format.texts import clipped, shown
+
+# What damaged archives make torch raise.
+_LOADING_ERRORS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    struct.error,
+)
 
 # `safe_globals` swaps a process-wide list; two of them at once would restore each other's.
 _lock = threading.Lock()
@@ -30,7 +48,7 @@ def _harmless() -> tuple[Any, ...]:
     allowed: list[Any] = [
         _codecs.encode,  # how pickle spells bytes in old protocols; numpy's RNG state has them
         *(datetime.datetime, datetime.date, datetime.time, datetime.timedelta, datetime.timezone),
-        *(bool, int, float, complex, str, bytes),
+        *(bool, int, float, complex, str, bytes, io.BytesIO),
         *(list, tuple, dict, set, frozenset, range, slice),
     ]
     try:
@@ -55,10 +73,13 @@ def load_object(stream: io.BytesIO, key: str, where: str, *, allow_pickle: bool)
 
     Raises:
         UnsafePickle: it needs more than that; none of its code was run.
+        BrokenShard: it is damaged, or would take far more memory or time than its size.
     """
     if allow_pickle:
         return torch.load(stream, map_location="cpu", weights_only=False)
     try:
+        for content in pickles_of(stream.getbuffer()):
+            check_pickle(content)
         with _lock, safe_globals(list(_harmless())):
             return torch.load(stream, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
@@ -67,8 +88,30 @@ def load_object(stream: io.BytesIO, key: str, where: str, *, allow_pickle: bool)
         reason = [
             line.removeprefix("WeightsUnpickler error: ").split(" Please use")[0] for line in reason
         ]
-        raise UnsafePickle(where, f"{key!r} needs code to unpickle ({''.join(reason)})") from error
-    except (RuntimeError, ValueError, EOFError, LookupError, TypeError, struct.error) as error:
-        raise LoadFailed(
-            where, f"{key!r} is damaged, or not what torch.save writes: {error}"
+        code = clipped("".join(reason), 300)
+        raise UnsafePickle(where, f"{shown(key)} needs code to unpickle ({code})") from error
+    except _LOADING_ERRORS as error:
+        problem = clipped(str(error) or type(error).__name__, 300)
+        raise BrokenShard(
+            where, f"{shown(key)} is damaged, or not what torch.save writes: {problem}"
         ) from error
+
+
+def load_tensor(archive: bytearray, size: torch.Size, key: str, where: str) -> torch.Tensor:
+    """Return the tensor of this size that `torch.save` put into ``archive``.
+
+    Raises:
+        BrokenShard: there is something else in it.
+    """
+    try:
+        loaded = load_object(io.BytesIO(archive), key, where, allow_pickle=False)
+    except UnsafePickle as error:
+        raise BrokenShard(where, f"{shown(key)} is not an archive of a tensor") from error
+    if not isinstance(loaded, torch.Tensor):
+        kind = type(loaded).__name__
+        raise BrokenShard(where, f"{shown(key)}: a {kind} is where a tensor should be")
+    if loaded.shape != size:
+        raise BrokenShard(
+            where, f"{shown(key)}: {shown(loaded.shape)} is where {shown(size)} should be"
+        )
+    return loaded
