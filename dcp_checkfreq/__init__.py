@@ -37,6 +37,9 @@ if TYPE_CHECKING:
         ItemsMissing as ItemsMissing,
     )
     from dcp_checkfreq.errors import (
+        LeftBehind as LeftBehind,
+    )
+    from dcp_checkfreq.errors import (
         LoadFailed as LoadFailed,
     )
     from dcp_checkfreq.errors import (
@@ -131,6 +134,7 @@ _HOMES = {
         "PlanCacheStale",
         "PublishUnknown",
         "RecoveryFailed",
+        "LeftBehind",
         "RankFailed",
         "RankLost",
         "ReplicasDiffer",

@@ -13,6 +13,7 @@
     |   |-- ReplicasDiffer       ranks hold different values under one key; not published
     |   |-- PlanCacheStale       ranks disagree about the cached plan; not published, plan again
     |   |-- PublishUnknown       the commit got no answer; nothing was deleted
+    |   |-- LeftBehind           another run went on without this one, or made the root anew
     |   |-- RankLost             another rank did not answer; no further save is possible
     |   `-- TooManyFailures      several saves in a row failed
     |-- LoadFailed               nothing usable was loaded; the text says if targets were touched
@@ -220,6 +221,16 @@ class RankLost(SaveFailed):
     """
 
     exit_code = 28
+
+
+class LeftBehind(SaveFailed):
+    """What this run saves would not be restored, so it is not saved. Storage is untouched.
+
+    Another run has gone back to an earlier step in the same root and has saved since; or the root
+    was removed, and another job has made a new one in its place.
+    """
+
+    exit_code = 29
 
 
 class TooManyFailures(SaveFailed):

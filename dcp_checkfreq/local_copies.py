@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import logging
 import threading
-import uuid
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 
@@ -16,11 +15,11 @@ from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.publish.attempt import new_attempt
 from dcp_checkfreq.publish.publisher import publish
+from dcp_checkfreq.recovery.root_id import id_of_root, make_root_id
 from dcp_checkfreq.recovery.scan import check_digests
 from dcp_checkfreq.recovery.unfinished import Unfinished, find_unfinished
 from dcp_checkfreq.storage.staged import StagedTier, Upload
-from dcp_checkfreq.storage.staging_area import LocalFolder, read_root_id
-from dcp_checkfreq.storage.tier import Tier
+from dcp_checkfreq.storage.staging_area import LocalFolder
 from dcp_checkfreq.uploading import upload_and_publish
 
 _log = logging.getLogger(__name__)
@@ -54,7 +53,7 @@ class LocalCopies:
         Raises:
             BadLocation: a local disk cannot be used, on all ranks.
         """
-        root_id = self._agree.decide(lambda: _root_id(self._root.slow))
+        root_id = self._agree.decide(self._root_id)
         problem = None
         try:
             self._root.area.belong_to(root_id)
@@ -67,6 +66,13 @@ class LocalCopies:
         problems = [text for text in self._agree.gather(problem) if text is not None]
         if problems:
             raise BadLocation(self._root.area.local.location, problems[0])
+
+    def _root_id(self) -> str:
+        try:
+            return make_root_id(self._root.slow)
+        except OSError as error:
+            _log.warning("%s: what it is cannot be noted there: %s", self._root.location, error)
+            return _UNKNOWN
 
     def unfinished(self, refused: Mapping[str, str]) -> list[Unfinished]:
         """Return the saves that are on local disks and not published; the same on all ranks.
@@ -169,32 +175,9 @@ class LocalCopies:
 def look(root: StagedTier) -> list[LocalFolder]:
     """Return what this node holds of this very root. A disk that fails holds nothing."""
     try:
-        if root.area.root_id() == _known_root_id(root.slow):
+        root_id = id_of_root(root.slow)
+        if root_id is not None and root.area.root_id() == root_id:
             return root.area.look()
     except OSError as error:
         _log.warning("%s: not looked into: %s", root.area.local.location, error)
     return []
-
-
-def _known_root_id(slow: Tier) -> str:
-    known = read_root_id(slow.child(names.RUN_FOLDER))
-    return _UNKNOWN if known is None else known
-
-
-def _root_id(slow: Tier) -> str:
-    """Return the id of a root, which is made if it has none and can be written to."""
-    known = _known_root_id(slow)
-    if known != _UNKNOWN:
-        return known
-    folder = slow.child(names.RUN_FOLDER)
-    made = uuid.uuid4().hex
-    try:
-        folder.make()
-        scratch = f"{names.ROOT_ID}.{names.new_attempt()}"
-        folder.create(names.ROOT_ID, made.encode(), scratch=scratch)
-    except FileExistsError:
-        return _known_root_id(slow)
-    except OSError as error:
-        _log.warning("%s: what it is cannot be noted there: %s", slow.location, error)
-        return _UNKNOWN
-    return made

@@ -181,6 +181,7 @@ WRITER: Rules = {
     "lineage": having("a Lineage", "run_id", "abandons").or_none(),
     "uploads_later": FLAG,
     "may_replace": CALLABLE.or_none(),
+    "check_root": CALLABLE.or_none(),
     "clock": CLOCK.or_none(),
 }
 

@@ -16,6 +16,8 @@ from dcp_checkfreq.recovery.choose import Choice
 from dcp_checkfreq.recovery.clean import KnownSteps, delete_step
 from dcp_checkfreq.recovery.kept import Kept, problem_of
 from dcp_checkfreq.recovery.plan import leaves
+from dcp_checkfreq.recovery.root_id import id_of_root
+from dcp_checkfreq.recovery.root_watch import RootWatch
 from dcp_checkfreq.recovery.scan import examine, scan
 from dcp_checkfreq.storage.tier import Tier
 from dcp_checkfreq.writer import CheckFreqWriter
@@ -55,6 +57,7 @@ class OwnSteps:
         self._kept: dict[int, Kept] = {}  # on rank 0: what retention looks after
         # By step: the save that is cleaned up after, and the one that is in flight by then.
         self._writers: deque[tuple[int, CheckFreqWriter]] = deque(maxlen=2)
+        self._watch = RootWatch(root)  # on rank 0
 
     def go_on_from(self, choice: Choice) -> None:
         """Take note of what was restored, or that the run starts from nothing."""
@@ -62,6 +65,7 @@ class OwnSteps:
             step: Kept(record.name, record.identity) for step, record in choice.kept.items()
         }
         self._lineage = choice.lineage
+        self._watch.begin(choice.root_id, choice.records)
 
     def writer(self, step: int) -> CheckFreqWriter:
         """Return a writer for this step. With no save in flight: it may ask the other ranks.
@@ -80,13 +84,16 @@ class OwnSteps:
             lineage=self._lineage,
             uploads_later=True,
             may_replace=functools.partial(self._is_replaceable, step, self._lineage),
+            check_root=functools.partial(self._watch.check, self._lineage, step),
             clock=self._clock,
         )
         self._writers.append((step, writer))
         return writer
 
     def _refuse_foreign_steps(self) -> None:
-        whole = sorted(record.step for record in scan(self._root) if record.problem is None)
+        records = scan(self._root)
+        self._watch.begin(id_of_root(self._root), records)
+        whole = sorted(record.step for record in records if record.problem is None)
         if whole:
             raise StepsExist(
                 self._root.location,
@@ -120,8 +127,9 @@ class OwnSteps:
 
     def _as_published(self, step: int) -> Kept:
         name = names.step_folder(step)
-        for saved, writer in self._writers:
+        for saved, writer in reversed(self._writers):  # a restore may have led here once more
             if saved == step and writer.published is not None:
+                self._watch.saved(writer.published.lineage, step, writer.published.identity)
                 return Kept(name, writer.published.identity, writer.published.files)
         # Saved by an earlier process, and finished by this one.
         return Kept(name, examine(self._root.child(name), name, step).identity)

@@ -6,6 +6,7 @@ import errno
 import functools
 import logging
 import os
+import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -19,9 +20,16 @@ from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.local_copies import LocalCopies
 from dcp_checkfreq.planner import CheckFreqLoadPlanner
 from dcp_checkfreq.reader import CheckFreqReader
-from dcp_checkfreq.recovery.choose import Choice, choose_newest, choose_nothing, choose_step
+from dcp_checkfreq.recovery.choose import (
+    Choice,
+    Newcomer,
+    choose_newest,
+    choose_nothing,
+    choose_step,
+)
 from dcp_checkfreq.recovery.clean import clean_root
 from dcp_checkfreq.recovery.lease import LeaseFile
+from dcp_checkfreq.recovery.root_id import make_root_id
 from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.recovery.unfinished import Unfinished
 from dcp_checkfreq.root_check import is_read_only
@@ -92,10 +100,13 @@ class Restorer:
         started_s = self._clock.monotonic_s()
         broken: dict[str, str] = {}  # on the storage
         refused: dict[str, str] = {}  # on the local disks
+        others: set[str] = set()  # runs that may be at work there; on rank 0
         while True:
             unfinished = [] if self._copies is None else self._copies.unfinished(refused)
             choice = self._agree.decide(
-                functools.partial(self._choose, step, depth, fresh_start, broken, unfinished),
+                functools.partial(
+                    self._choose, step, depth, fresh_start, broken, unfinished, others
+                ),
                 "choosing a checkpoint",
             )
             record = choice.record
@@ -178,18 +189,31 @@ class Restorer:
         fresh_start: bool,
         broken: dict[str, str],
         unfinished: Sequence[Unfinished],
+        others: set[str],
     ) -> Choice:
         """On rank 0: clean up, look, and decide what to go on from."""
         also = [one.record for one in unfinished]
+        new = self._newcomer(others)
         self._clean_up(frozenset[str]().union(*(one.files for one in unfinished)))
         if fresh_start:
-            return choose_nothing(self._root, also)
+            return choose_nothing(self._root, new, also)
         if step is not None:
-            return choose_step(self._root, step, depth, also)
-        choice = choose_newest(self._root, depth, broken, also)
+            return choose_step(self._root, new, step, depth, also)
+        choice = choose_newest(self._root, new, depth, broken, also)
         for text in choice.passed_over:
             _log.warning("%s: passed over %s", self._root.location, text)
         return choice
+
+    def _newcomer(self, others: set[str]) -> Newcomer:
+        """Return who begins a history here: each restore is one. The lease tells of the others.
+
+        It may be in the root without a step of its own yet: its first save must not be in the way.
+        """
+        run_id = uuid.uuid4().hex[:12]
+        other = self._lease.begin(run_id)
+        if other is not None:
+            others.add(other)
+        return Newcomer(run_id, frozenset(others))
 
     def _clean_up(self, spared: frozenset[str]) -> None:
         """Take the lease and remove leftovers. A storage that cannot be written to can be read."""
@@ -213,6 +237,10 @@ class Restorer:
             clean_root(self._root, now_s=self._clock.wall_s(), spared=spared)
         except OSError as error:
             _log.warning("%s: leftovers stay for now: %s", self._root.location, error)
+        try:
+            make_root_id(self._root)
+        except OSError as error:
+            _log.warning("%s: it has no id for now: %s", self._root.location, error)
 
     def _take_lease(self) -> bool:
         """Return whether this run may clean up: on a full disk that has to come before the lease.

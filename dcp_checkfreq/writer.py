@@ -106,6 +106,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         may_replace: asked on the coordinator when a checkpoint is there and ``overwrite`` is not
             set, early and again right before the commit. `Checkpointer` passes one by that is
             damaged or was left behind.
+        check_root: called on the coordinator, early and again right before the commit; what it
+            raises fails the save. `Checkpointer` lets it look for other runs.
         clock: by which copies are timed.
 
     Not thread-safe: one save at a time.
@@ -125,6 +127,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         lineage: index.Lineage | None = None,
         uploads_later: bool = False,
         may_replace: Callable[[], bool] | None = None,
+        check_root: Callable[[], None] | None = None,
         clock: Clock | None = None,
     ) -> None:
         options.check(options.WRITER, locals())
@@ -139,6 +142,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._uploads_later = uploads_later
         self._may_replace = _always if overwrite else may_replace
         self._clock = clock or SystemClock()
+        self._check_root = check_root
         self._stager = Stager(clock=clock)
         self._turn = Turn()
         self.in_flight = InFlight()
@@ -219,6 +223,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._is_coordinator = is_coordinator
         self._rank = kwargs.get("rank", 0)
         if is_coordinator:
+            if self._check_root is not None:
+                self._check_root()
             with self._storage_errors():
                 sweep_up(self._tier)
                 if _is_published(self._tier) and not (self._may_replace and self._may_replace()):
@@ -350,6 +356,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             self._turn.give_back()
 
     def _publish(self, content: bytes, files: Mapping[str, int]) -> None:
+        if self._check_root is not None:
+            self._check_root()
         replaced = self._attempt.commit(
             lambda reservation: publish(
                 self._tier,
@@ -360,7 +368,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
                 clock=self._clock,
             )
         )
-        self.published = Published(identity(content), files)
+        self.published = Published(identity(content), files, self._lineage)
         if replaced is not None:
             named = named_in(replaced, self._tier.location) or frozenset()
             self._attempt.remove(sorted(named - files.keys()))
@@ -527,6 +535,7 @@ class Published:
 
     identity: str  # of its ``.metadata``
     files: Mapping[str, int]  # its shards with their sizes in bytes
+    lineage: index.Lineage | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,6 +34,7 @@ PUBLIC = {
     "ReplicasDiffer",
     "PlanCacheStale",
     "PublishUnknown",
+    "LeftBehind",
     "RankFailed",
     "RankLost",
     "TooManyFailures",

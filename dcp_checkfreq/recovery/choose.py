@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import uuid
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from dcp_checkfreq.errors import NoValidCheckpoint, StepNotFound
 from dcp_checkfreq.format.index import Lineage
 from dcp_checkfreq.recovery.plan import StepRecord, begin_history, line_of, rank
+from dcp_checkfreq.recovery.root_id import id_of_root
 from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole, scan_with
 from dcp_checkfreq.storage.tier import Tier
 
@@ -21,20 +21,35 @@ class Choice:
     lineage: Lineage  # of the history that begins here; its run id is of this restore alone
     passed_over: tuple[str, ...]  # newer steps, each with the reason
     kept: dict[int, StepRecord]  # whole steps of the history that goes on
+    records: Sequence[StepRecord]  # all that was found
+    root_id: str | None  # of the root that was looked at
 
 
-def choose_nothing(root: Tier, also: Sequence[StepRecord] = ()) -> Choice:
+@dataclass(frozen=True, slots=True)
+class Newcomer:
+    """A run that is about to begin a history."""
+
+    run_id: str  # of the history
+    others: frozenset[str] = frozenset()  # runs that may be at work in the root
+
+
+def choose_nothing(root: Tier, new: Newcomer, also: Sequence[StepRecord] = ()) -> Choice:
     """Choose a fresh start; what is there becomes a history that was left behind."""
-    return _begin(None, scan_with(root, also))
+    return _begin(root, new, None, scan_with(root, also))
 
 
 def choose_newest(
-    root: Tier, depth: Depth, broken: Mapping[str, str], also: Sequence[StepRecord] = ()
+    root: Tier,
+    new: Newcomer,
+    depth: Depth,
+    broken: Mapping[str, str],
+    also: Sequence[StepRecord] = (),
 ) -> Choice:
     """Choose the newest whole checkpoint, or a fresh start if none was ever published.
 
     Args:
         root: of the run.
+        new: the run.
         depth: see `find_latest_valid`.
         broken: folders that a load has found damaged, with the reason.
         also: see `scan_with`.
@@ -58,10 +73,12 @@ def choose_newest(
             f"none of its checkpoints is whole ({'; '.join(passed_over)}). Pass fresh_start=True "
             "to start from nothing",
         )
-    return _begin(newest, records, passed_over, without=broken)
+    return _begin(root, new, newest, records, passed_over, without=broken)
 
 
-def choose_step(root: Tier, step: int, depth: Depth, also: Sequence[StepRecord] = ()) -> Choice:
+def choose_step(
+    root: Tier, new: Newcomer, step: int, depth: Depth, also: Sequence[StepRecord] = ()
+) -> Choice:
     """Choose this step, whatever else is there.
 
     Raises:
@@ -76,7 +93,7 @@ def choose_step(root: Tier, step: int, depth: Depth, also: Sequence[StepRecord] 
         if depth == "digest" and chosen not in also:
             problem = check_digests(root.child(chosen.name))
         if problem is None:
-            return _begin(chosen, records)
+            return _begin(root, new, chosen, records)
     elif of_step.rejected:
         problem = of_step.rejected[0].reason
     others = sorted(record.step for record in records if record.problem is None)
@@ -84,12 +101,14 @@ def choose_step(root: Tier, step: int, depth: Depth, also: Sequence[StepRecord] 
 
 
 def _begin(
+    root: Tier,
+    new: Newcomer,
     resumed: StepRecord | None,
     records: Sequence[StepRecord],
     passed_over: tuple[str, ...] = (),
     *,
     without: Collection[str] = (),
 ) -> Choice:
-    lineage = begin_history(uuid.uuid4().hex[:12], resumed, records)
+    lineage = begin_history(new.run_id, resumed, records, new.others)
     kept = {r.step: r for r in line_of(lineage, records) if r.name not in without}
-    return Choice(resumed, lineage, passed_over, kept)
+    return Choice(resumed, lineage, passed_over, kept, records, id_of_root(root))

@@ -79,12 +79,29 @@ class LeaseFile:
     def __init__(self, root: Tier, run_id: str, clock: Clock) -> None:
         self._tier = root.child(RUN_FOLDER)
         self._run_id = run_id
+        self._own = {run_id}  # every id that this process has had here
         self._clock = clock
+
+    def begin(self, run_id: str) -> str | None:
+        """Go on under another id, from the next `renew` on; return whose lease is there.
+
+        Live or not: a run that seems dead may wake up. None: nobody's, or this process' own.
+        """
+        self._run_id = run_id
+        self._own.add(run_id)
+        try:
+            lease = self._read()
+        except OSError as error:
+            _log.warning("%s: the lease cannot be read: %s", self._tier.location, error)
+            return None
+        return None if lease is None or lease.run_id in self._own else lease.run_id
 
     def held_by_other(self) -> RunLease | None:
         """Return the lease of another run that may still be at work."""
         lease = self._read()
-        alive = lease is not None and _is_alive(lease)
+        if lease is None or lease.run_id in self._own:
+            return None
+        alive = _is_alive(lease)
         live = is_live(
             lease,
             run_id=self._run_id,
@@ -122,7 +139,7 @@ class LeaseFile:
         """
         try:
             lease = self._read()
-            if lease is not None and lease.run_id == self._run_id:
+            if lease is not None and lease.run_id in self._own:
                 self._tier.delete(LEASE)
         except OSError as error:
             _log.warning("%s: the lease stays: %s", self._tier.location, error)

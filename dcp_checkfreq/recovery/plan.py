@@ -6,7 +6,7 @@ Order is by step number. Time plays no part: a copied checkpoint is as good as t
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from dcp_checkfreq.format.index import Lineage, Record
 from dcp_checkfreq.format.names import step_folder
@@ -24,6 +24,7 @@ class StepRecord:
     attempt: str = ""
     world_size: int = 0
     run_id: str = ""  # empty: stock DCP wrote it, or a writer without a Checkpointer
+    parent_step: int | None = None  # what the run went on from
     abandons: Mapping[str, int] = field(default_factory=dict)  # see `format.index.Lineage`
     abandons_folders: Mapping[str, str] = field(default_factory=dict)
 
@@ -58,6 +59,7 @@ def step_record(
         attempt=record.attempt,
         world_size=record.world_size,
         run_id=lineage.run_id if lineage else "",
+        parent_step=lineage.parent_step if lineage else None,
         abandons=lineage.abandons if lineage else {},
         abandons_folders=lineage.abandons_folders if lineage else {},
     )
@@ -87,7 +89,7 @@ def rank(records: Iterable[StepRecord]) -> Ranking:
     that a later history left behind (`abandons`) is rejected, and so is everything not whole.
     """
     found = sorted(records, key=lambda r: (-r.step, r.name != step_folder(r.step), r.name))
-    left = _left_behind([record for record in found if record.problem is None])
+    left = _left_behind(_whole(found))
     candidates: list[StepRecord] = []
     rejected: list[Rejected] = []
     taken: dict[int, str] = {}
@@ -163,15 +165,64 @@ def _history(record: StepRecord) -> object:
 
 
 def begin_history(
-    run_id: str, resumed: StepRecord | None, records: Sequence[StepRecord]
+    run_id: str,
+    resumed: StepRecord | None,
+    records: Sequence[StepRecord],
+    others: Iterable[str] = (),
 ) -> Lineage:
-    """Return the lineage of a new history that goes on from ``resumed`` (None: from nothing)."""
-    return Lineage(
+    """Return the lineage of a new history.
+
+    Args:
+        run_id: of the history.
+        resumed: what it goes on from; None: from nothing.
+        records: all that a scan has found.
+        others: runs that are at work, or were, and may have saved nothing yet.
+    """
+    first = 0 if resumed is None else resumed.step + 1
+    abandons = abandoned_by(resumed, records)
+    seen = {record.run_id for record in records}
+    for other in others:  # of a run of which nothing is there, nothing is part of this history
+        from_step = first if other in seen else 0
+        abandons[other] = min(from_step, abandons.get(other, from_step))
+    history = Lineage(
         run_id=run_id,
         parent_step=None if resumed is None else resumed.step,
-        abandons=abandoned_by(resumed, records),
+        abandons=abandons,
         abandons_folders=abandoned_folders(resumed, records),
     )
+    return _remembering(history, resumed, records)
+
+
+def _remembering(
+    history: Lineage, resumed: StepRecord | None, records: Sequence[StepRecord]
+) -> Lineage:
+    """Return ``history`` so that what is left behind now stays so when those who left it are gone.
+
+    A record hands down what it has left, a step without a run id has nothing to hand down: all
+    that is alive is asked, not only what is resumed.
+    """
+    if resumed is None:
+        return history  # leaves everything
+    # Who has left what is resumed has no say from now on, nor is anything of theirs alive.
+    whole = [record for record in _whole(records) if not leaves(record, resumed)]
+    left = _left_behind(whole)
+    abandons, folders = dict(history.abandons), dict(history.abandons_folders)
+
+    def leave(run_id: str, first: int) -> None:
+        if run_id != resumed.run_id:
+            abandons[run_id] = min(first, abandons.get(run_id, first))
+
+    for record in whole:
+        if record.name in left and record.run_id:
+            leave(record.run_id, record.step)
+        elif record.name in left:
+            folders[record.name] = record.identity
+        elif record.run_id:  # at most part of the past, up to here
+            leave(record.run_id, resumed.step + 1)
+            for run_id, first in record.abandons.items():
+                leave(run_id, first)
+            folders = {**record.abandons_folders, **folders}
+    return replace(history, abandons=abandons, abandons_folders=folders)
 
 
 def abandoned_by(resumed: StepRecord | None, records: Sequence[StepRecord]) -> dict[str, int]:
@@ -207,13 +258,36 @@ def abandoned_folders(resumed: StepRecord | None, records: Sequence[StepRecord])
 
 def line_of(history: Lineage, records: Sequence[StepRecord]) -> tuple[StepRecord, ...]:
     """Return what will be the past of ``history`` once it has saved: whole steps, newest first."""
-    coming = StepRecord(
-        name="",
-        step=0,
+    first = 0 if history.parent_step is None else history.parent_step + 1
+    left = _left_behind([*_whole(records), _coming(history, first)])
+    return rank(record for record in records if record.name not in left).candidates
+
+
+def left_by(history: Lineage, step: int, records: Sequence[StepRecord]) -> StepRecord | None:
+    """Return which record would make a scan reject ``step`` of ``history``; None: none does."""
+    coming = _coming(history, step)
+    by = _left_behind([*_whole(records), coming]).get(coming.name)
+    return next((record for record in records if record.name == by), None)
+
+
+def _whole(records: Sequence[StepRecord]) -> list[StepRecord]:
+    return [record for record in records if record.problem is None]
+
+
+def _coming(history: Lineage, step: int) -> StepRecord:
+    """Return what ``history`` will have saved, beside all that is there."""
+    return replace(record_of(history, step, ""), name="")  # of no folder
+
+
+def record_of(history: Lineage, step: int, identity: str) -> StepRecord:
+    """Return what a scan finds of a step that ``history`` has saved."""
+    return StepRecord(
+        name=step_folder(step),
+        step=step,
         problem=None,
+        identity=identity,
         run_id=history.run_id,
+        parent_step=history.parent_step,
         abandons=history.abandons,
         abandons_folders=history.abandons_folders,
     )
-    left = _left_behind([*(record for record in records if record.problem is None), coming])
-    return rank(record for record in records if record.name not in left).candidates

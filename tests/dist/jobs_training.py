@@ -212,6 +212,27 @@ def abandoned_branch(shared):
 
 
 @job
+def left_behind(shared):
+    root = shared / "left"
+    options = {"every": 1, "on_error": "raise", "preempt_signals": ()}
+    answers = []
+    with Checkpointer(root, {"x": PerRank(0), "y": 0}, **options) as old:
+        old.restore()
+        for _ in range(2):
+            old.after_step()
+        old.wait()
+        with Checkpointer(root, {"x": PerRank(0), "y": 0}, **options) as new:
+            new.restore(1)
+            new.after_step()
+            new.wait()
+            run_ids = {old._own_steps._lineage.run_id, new._own_steps._lineage.run_id}
+        for _ in range(2):
+            old.after_step()
+            answers.append(caught(old.wait))
+    return [answers, sorted(run_ids)]
+
+
+@job
 def damage_that_one_rank_reads(shared):
     rank = dist.get_rank()
     root = shared / "damaged"

@@ -28,6 +28,7 @@ FIRST_ON_FOUR = [
     "replicas_that_drift_apart",
     "saves_beside_collectives",
     "abandoned_branch",
+    "left_behind",
     "damage_that_one_rank_reads",
 ]
 THEN_ON_TWO = [
@@ -244,6 +245,15 @@ def test_refusals_are_the_same_on_all_ranks(four):
 
 def test_an_abandoned_branch_is_not_latest_for_any_rank(four):
     assert values(four["abandoned_branch"]) == [[2, 3, 3, 33]] * 4
+
+
+def test_a_run_that_was_left_behind_hears_it_on_all_ranks(four):
+    said = values(four["left_behind"])
+    assert [run_ids for _, run_ids in said] == [said[0][1]] * 4, "the same on all ranks"
+    assert len(said[0][1]) == 2
+    for name, text, _ in [answer for answers, _ in said for answer in answers]:
+        assert name == "LeftBehind"
+        assert "went on from step 1" in text
 
 
 # --- item 8: models ---

@@ -1,0 +1,42 @@
+"""The id of a root: tells it from one that was removed and made anew under the same name."""
+
+from __future__ import annotations
+
+import re
+import uuid
+
+from dcp_checkfreq.format import names
+from dcp_checkfreq.storage.staging_area import read_root_id
+from dcp_checkfreq.storage.tier import Tier
+
+_ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+def id_of_root(root: Tier) -> str | None:
+    """Return the id of a root; None if it has none, or none that makes sense.
+
+    Raises:
+        OSError: of the storage.
+    """
+    text = read_root_id(root.child(names.RUN_FOLDER))
+    return text if text is not None and _ID.fullmatch(text) else None
+
+
+def make_root_id(root: Tier, wanted: str | None = None) -> str:
+    """Return the id of a root, which is made if it has none: ``wanted``, or a new one.
+
+    Of two jobs that start in a new root at the same moment both may make one. The last one counts,
+    and the other job is told at its first save that it is not alone.
+
+    Raises:
+        OSError: of the storage.
+    """
+    known = id_of_root(root)
+    if known is not None:
+        return known
+    made = wanted or uuid.uuid4().hex
+    folder = root.child(names.RUN_FOLDER)
+    folder.make()
+    scratch = f"{names.ROOT_ID}.{names.new_attempt()}"
+    folder.replace(names.ROOT_ID, made.encode(), scratch=scratch)
+    return made
