@@ -148,13 +148,13 @@ class Crew:
     def run_all(self, jobs: Iterable[Callable[[], T]]) -> list[T]:
         """Do all jobs, in this thread as well; return their results when all have ended.
 
-        When one fails no further ones are begun, and its error is raised.
+        When some fail, the error of the first is raised. After an interrupt none is begun any more.
         """
         tasks = [self.start(job) for job in jobs]
         try:
             for task in tasks:
                 task.run()
-                if task.is_done and task.problem() is not None:
+                if task.is_done and _is_interrupt(task.problem()):
                     break
             else:
                 for task in tasks:
@@ -215,3 +215,7 @@ def _do_tasks(tasks: queue.SimpleQueue[Task[Any] | None], idle: threading.Semaph
             return
         task.run()
         del task  # else it lives until the next one comes
+
+
+def _is_interrupt(problem: BaseException | None) -> bool:
+    return problem is not None and not isinstance(problem, Exception)

@@ -8,7 +8,6 @@ import functools
 import logging
 import os
 import threading
-import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
@@ -47,7 +46,7 @@ from dcp_checkfreq.publish.in_flight import InFlight, told
 from dcp_checkfreq.publish.phases import Phase
 from dcp_checkfreq.publish.publisher import publish
 from dcp_checkfreq.publish.turn import Turn
-from dcp_checkfreq.publish.unsettled import give_up, sweep_up
+from dcp_checkfreq.publish.unsettled import remember, sweep_up
 from dcp_checkfreq.recovery.files import named_in
 from dcp_checkfreq.shards.assign import Placement
 from dcp_checkfreq.shards.codec import Item, finish_gpu_work, pieces
@@ -146,8 +145,6 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._stager = Stager(clock=clock)
         self._turn = Turn()
         self.in_flight = InFlight()
-        self._current: list[SaveAttempt] = []  # one; known without this writer
-        weakref.finalize(self, give_up, self._current).atexit = False
         self.watchdog: Watchdog | None = None  # hears what this rank is at
         self._begin()
 
@@ -164,9 +161,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         return tier
 
     def _begin(self) -> None:
-        give_up(self._current)
-        self._attempt = new_attempt(self._tier)
-        self._current[:] = [self._attempt]
+        self._attempt: SaveAttempt = new_attempt(self._tier)
         self._staged: StagedSave | None = None
         if isinstance(self._tier, StagedTier):
             self._staged = StagedSave(self._tier, self._attempt.id, threads=self._threads)
@@ -252,6 +247,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._world_size = len(plans)
         with self._storage_errors():
             self._attempt.reserve()
+        remember(self._attempt)
         return plans
 
     @told(ends=lambda writer: not writer._is_coordinator)

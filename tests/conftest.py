@@ -34,4 +34,4 @@ def late(held, monkeypatch):
 @pytest.fixture
 def nothing_is_remembered(monkeypatch):
     """For simulated deaths of the process: the next one knows nothing of the save before."""
-    monkeypatch.setattr("dcp_checkfreq.writer.give_up", lambda attempts: None)
+    monkeypatch.setattr("dcp_checkfreq.writer.remember", lambda attempt: None)

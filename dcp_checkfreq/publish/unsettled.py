@@ -1,13 +1,15 @@
 """Takes back, on all ranks' behalf, what saves have left that DCP did not call to an end.
 
-DCP tells a writer nothing of the failure of another rank. But once its coordinator is given up or
-begins another save, the one before can be published no more, and all of its files may go.
+DCP tells a writer nothing of the failure of another rank. But a thread carries out one save at a
+time: when the coordinator begins another one in it, or the thread has ended, the save before can be
+published no more, and all of its files may go.
 """
 
 from __future__ import annotations
 
 import logging
 import os
+import threading
 from collections import deque
 
 from dcp_checkfreq.format import names
@@ -18,31 +20,31 @@ from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
 
-# Appended to by finalizers, in any thread. What was given up long ago is left to cleaning.
-_given_up: deque[SaveAttempt] = deque(maxlen=64)
+# Of this process, with the threads that carry them out. What failed long ago is left to cleaning.
+_begun: deque[tuple[SaveAttempt, threading.Thread]] = deque(maxlen=64)
 
 
-def give_up(current: list[SaveAttempt]) -> None:
-    """Take note of attempts that their writer carries out no more. Touches no storage."""
-    for attempt in current:
-        # What is dropped in a forked child may be under way in its parent.
-        if attempt.reserved_by == os.getpid() and not attempt.may_be_published:
-            _given_up.append(attempt)
+def remember(attempt: SaveAttempt) -> None:
+    """Take note of an attempt that this thread, on the coordinator, carries out from now on."""
+    _begun.append((attempt, threading.current_thread()))
 
 
 def sweep_up(folder: Tier) -> None:
-    """Remove what attempts have left that were given up. Before a save, in its own thread.
+    """Remove what saves have left that came to no end. Before a save, in its own thread.
 
     Only beside ``folder``, where that save goes: another storage may be the one that has failed.
     """
     root = _root_of(folder)
-    for _ in range(len(_given_up)):
+    for _ in range(len(_begun)):
         try:
-            attempt = _given_up.popleft()
+            attempt, worker = _begun.popleft()
         except IndexError:  # another thread was faster
             return
-        if _root_of(attempt.tier) != root:
-            _given_up.append(attempt)
+        if attempt.may_be_published or attempt.reserved_by != os.getpid():
+            continue  # the parent of a forked child looks after its own
+        is_over = worker is threading.current_thread() or not worker.is_alive()
+        if not is_over or _root_of(attempt.tier) != root:
+            _begun.append((attempt, worker))
             continue
         try:
             _take_back(attempt)
@@ -59,9 +61,9 @@ def _root_of(folder: Tier) -> str:
 
 def _take_back(attempt: SaveAttempt) -> None:
     folder = attempt.tier
-    attempt.abandon()
     if isinstance(folder, StagedTier):
         return  # what is on the slow side may be needed by a save that the local disks still hold
+    attempt.abandon()
     entries = [entry for entry in folder.list() if not entry.is_folder]
     if any(names.parse_scratch(entry.name) for entry in entries):
         return  # another save is under way here, and its files look the same
