@@ -132,10 +132,10 @@ class Server:
         names[name] = number
         return number
 
-    def check_open(self, number: int, flags: int) -> None:
+    def check_open(self, flags: int, *, new: bool) -> None:
         if flags & os.O_DIRECT and "direct" in self.refuse:
             raise OSError(self.refuse["direct"], "direct")
-        again = flags & os.O_ACCMODE != os.O_RDONLY and self.nodes[number].data
+        again = not new and flags & os.O_ACCMODE != os.O_RDONLY
         if again and "open_again" in self.refuse:
             raise OSError(self.refuse["open_again"], "open for writing again")
 
@@ -170,11 +170,11 @@ class Server:
         if code == CREATE:
             flags, mode = struct.unpack_from("<II", body)
             made = self.make(number, body[16:-1], mode)
-            self.check_open(made, flags)
+            self.check_open(flags, new=True)
             return self.entry(made) + struct.pack("<QII", 0, 0, 0)
         if code == OPEN:
             (flags,) = struct.unpack_from("<I", body)
-            self.check_open(number, flags)
+            self.check_open(flags, new=False)
             if flags & os.O_TRUNC:
                 node.data.clear()
             return struct.pack("<QII", 0, 0, 0)
