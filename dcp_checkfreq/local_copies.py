@@ -18,6 +18,7 @@ from dcp_checkfreq.publish.publisher import publish
 from dcp_checkfreq.recovery.root_id import id_of_root, make_root_id
 from dcp_checkfreq.recovery.scan import check_digests
 from dcp_checkfreq.recovery.unfinished import Unfinished, find_unfinished
+from dcp_checkfreq.root_check import is_read_only
 from dcp_checkfreq.storage.staged import StagedTier, Upload
 from dcp_checkfreq.storage.staging_area import LocalFolder
 from dcp_checkfreq.uploading import upload_and_publish
@@ -71,7 +72,8 @@ class LocalCopies:
         try:
             return make_root_id(self._root.slow)
         except OSError as error:
-            _log.warning("%s: what it is cannot be noted there: %s", self._root.location, error)
+            level = logging.INFO if is_read_only(error) else logging.WARNING
+            _log.log(level, "%s: it has no id for now: %s", self._root.location, error)
             return _UNKNOWN
 
     def unfinished(self, refused: Mapping[str, str]) -> list[Unfinished]:

@@ -18,6 +18,7 @@ the list is then as good. Only the content of a file that is closed can be count
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import logging
@@ -144,6 +145,15 @@ def abilities_of(folder: str, *, is_staged: bool = False) -> Abilities:
         if known is found:
             _tell(folder, found, is_staged=is_staged)
     return known
+
+
+def doubt(folder: str) -> None:
+    """Have the mount of a folder tried out again: it has refused what it was known to do.
+
+    Another one may be mounted in its place by now, and devices get the numbers of those before.
+    """
+    with contextlib.suppress(OSError):
+        _known.pop(os.stat(folder).st_dev, None)
 
 
 def forget() -> None:

@@ -14,6 +14,7 @@ from dcp_checkfreq.storage.abilities import (
     REFUSALS_OF_FOLDERS,
     Abilities,
     abilities_of,
+    doubt,
     is_refusal,
     rename_exclusively,
 )
@@ -161,6 +162,7 @@ class LocalTier:
         except OSError as error:
             if not is_refusal(error):
                 raise
+            doubt(self._path)
             return False
         return True
 
@@ -328,6 +330,8 @@ def sync_file(sync: Callable[[int], None], fd: int, can: Abilities) -> None:
     try:
         sync(fd)
     except OSError as error:
+        if can.fsync and is_refusal(error):
+            doubt(f"/proc/self/fd/{fd}")
         if can.fsync or not is_refusal(error):
             raise
 

@@ -239,6 +239,22 @@ def test_fsync_that_worked_and_then_does_not_is_an_error(tmp_path, monkeypatch, 
     assert os.listdir(tmp_path) == []
 
 
+def test_another_mount_in_the_place_of_one_that_is_known_is_tried_out_anew(
+    tmp_path, monkeypatch, caplog
+):
+    """Devices get the numbers of those before: the first save may fail, the next one knows."""
+    tier = LocalTier(tmp_path)
+    abilities_of(str(tmp_path))
+    for call in ("fsync", "fdatasync", "link"):
+        refusing(monkeypatch, call, errno.EOPNOTSUPP)
+    with pytest.raises(OSError, match="not supported"):
+        tier.write_shard("a", [memoryview(b"x")], 1)
+    tier.write_shard("a", [memoryview(b"x")], 1)
+    tier.create("b", b"one", scratch="s")
+    assert sorted(os.listdir(tmp_path)) == ["a", "b"]
+    assert len(warnings_in(caplog)) == 1
+
+
 @pytest.mark.parametrize("call", ["link", "rename", "fsync"])
 @pytest.mark.parametrize("code", [errno.EIO, errno.ETIMEDOUT, errno.ENOTCONN, errno.ESTALE])
 def test_what_goes_wrong_is_no_refusal_and_nothing_is_learnt_from_it(
