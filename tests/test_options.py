@@ -77,6 +77,7 @@ BAD = {
     "lineage": ["run", OTHER, 7],
     "uploads_later": FLAG,
     "may_replace": [True, "yes", OTHER],
+    "check_root": [True, "yes", OTHER],
     "verify": FLAG,
     "known": ["x", [1, 2], (1,), OTHER],
     "agreement": [True, OTHER],
