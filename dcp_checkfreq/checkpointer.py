@@ -27,7 +27,7 @@ from dcp_checkfreq.errors import (
     SnapshotFailed,
     TooManyFailures,
 )
-from dcp_checkfreq.gate import Gate
+from dcp_checkfreq.gate import Gate, next_step
 from dcp_checkfreq.leaving import close_at_exit
 from dcp_checkfreq.local_copies import LocalCopies
 from dcp_checkfreq.own_steps import OwnSteps
@@ -330,7 +330,7 @@ class Checkpointer:
         """Say that a training step is done; starts a save when one is due.
 
         Args:
-            step: number of the step that is done; default: one more than the last.
+            step: number of the step that is done, not before the last; default: one more.
 
         Raises:
             SaveFailed: a background save failed (see ``on_error`` and ``max_failures``). It is
@@ -339,7 +339,7 @@ class Checkpointer:
             SystemExit: after a signal, once the last save is published; see ``preempt_signals``.
         """
         options.check(options.AFTER_STEP, locals())
-        done = self.step + 1 if step is None else step
+        done = next_step(self.step, step)
         self._times.entered()
         self._stopping.watch(self)
         self._gate.pass_step(done)

@@ -4,6 +4,24 @@ from __future__ import annotations
 
 import threading
 
+from dcp_checkfreq.format import names
+
+
+def next_step(last: int, given: int | None) -> int:
+    """Return the number of the step that is done: ``given``, or one more than the ``last``.
+
+    Raises:
+        ValueError: it is before the last one, or has no name on storage.
+    """
+    done = last + 1 if given is None else given
+    if done < last:
+        raise ValueError(
+            f"step {done} comes after step {last}: steps do not go back. Number the steps of the "
+            "whole job, not of an epoch; to go back to a checkpoint, call restore(step=...)"
+        )
+    names.step_folder(done)  # refuses a number that is too large for a name
+    return done
+
 
 class Gate:
     """Between the training thread of this process and its other threads. Thread-safe.

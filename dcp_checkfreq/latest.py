@@ -15,6 +15,7 @@ from dcp_checkfreq.local_copies import look as look_at_node
 from dcp_checkfreq.recovery.plan import Rejected, StepRecord
 from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole
 from dcp_checkfreq.recovery.unfinished import find_unfinished
+from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.storage.open import Location, open_tier
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_root
 from dcp_checkfreq.storage.staging_area import LocalFolder
@@ -118,6 +119,7 @@ def _look(
         if newest is None or passed.step >= newest.step:
             _log.warning("%s: %s passed over: %s", tier.location, passed.name, passed.reason)
     if newest is None:
+        _tell_nothing(tier)
         return None
     return Found(
         newest.step,
@@ -130,6 +132,15 @@ def _look(
         newest.world_size,
         ranking.rejected,
     )
+
+
+def _tell_nothing(tier: Tier) -> None:
+    """Say that there is no checkpoint; louder if there is not even the folder: a typing error?"""
+    # On object stores a folder is there when something is in it.
+    if tier.list() or (isinstance(tier, LocalTier) and os.path.isdir(tier.location)):
+        _log.info("%s: no whole checkpoint is there", tier.location)
+    else:
+        _log.warning("%s: nothing is there. Is the path right?", tier.location)
 
 
 def _usable(staged: StagedTier, nodes: list[list[LocalFolder]], depth: Depth) -> list[StepRecord]:

@@ -111,6 +111,7 @@ class Restorer:
             )
             record = choice.record
             if record is None:
+                self._tell_fresh(choice, as_asked=fresh_start)
                 self._tidy(unfinished, {})
                 return choice, None, None
             local = next((one for one in unfinished if one.record == record), None)
@@ -150,6 +151,16 @@ class Restorer:
                 self.bytes_received,
             )
             return choice, restored, local
+
+    def _tell_fresh(self, choice: Choice, *, as_asked: bool) -> None:
+        if self._agree.rank != 0:
+            return
+        steps = sorted(record.step for record in choice.records if record.published)
+        if as_asked:
+            left = f"steps {steps} are left behind" if steps else "no checkpoint is there"
+            _log.info("%s: a fresh start, as asked; %s", self._root.location, left)
+        else:
+            _log.info("%s: no checkpoint is there: a fresh start", self._root.location)
 
     def _make_readable(self, one: Unfinished) -> str | None:
         """Check what only the local disks have, and upload it now if a rank cannot read it there.

@@ -325,6 +325,32 @@ def test_a_lost_answer_of_the_commit_deletes_nothing_and_the_step_is_there(root)
 # --- arguments ---
 
 
+def test_steps_do_not_go_back_and_both_numbers_are_told(root):
+    state = counter()
+    with Checkpointer(root, state, every=10) as ckpt:
+        ckpt.after_step(20)
+        ckpt.after_step(20)  # the same one: more work of it
+        for back in (19, 5, 0):
+            with pytest.raises(ValueError, match=rf"step {back} comes after step 20"):
+                ckpt.after_step(back)
+        assert ckpt.step == 20
+        ckpt.after_step(40)
+        ckpt.wait()
+        assert ckpt.restore(20).step == 20
+        ckpt.after_step(21)
+    assert steps_on(root) == [20, 40]
+
+
+def test_a_step_without_a_name_is_refused_at_once(root):
+    with Checkpointer(root, counter(), every=10) as ckpt:
+        with pytest.raises(ValueError, match="too large"):
+            ckpt.after_step(10**300 + 1)
+        assert ckpt.step == 0
+        ckpt.after_step(10**30)
+        ckpt.wait()
+    assert find_latest_valid(root).step == 10**30
+
+
 @pytest.mark.parametrize(
     "options",
     [{"every": 0}, {"every": 1, "keep_last": 0}, {"every": 1, "on_error": "shrug"},

@@ -193,6 +193,18 @@ def test_stock_checkpoints_in_the_root_are_restored(tmp_path):
     assert find_latest_valid(tmp_path).step == 8
 
 
+def test_a_fresh_start_says_so(root, caplog):
+    caplog.set_level(logging.INFO, "dcp_checkfreq")
+    with Checkpointer(root, counter(), every=1) as ckpt:
+        ckpt.restore()
+    assert "no checkpoint is there: a fresh start" in caplog.text
+    run(root, 3)
+    caplog.clear()
+    with Checkpointer(root, counter(), every=1) as ckpt:
+        ckpt.restore(fresh_start=True)
+    assert "a fresh start, as asked; steps [1, 2, 3] are left behind" in caplog.text
+
+
 def linear(value):
     model = nn.Linear(3, 2)
     for parameter in model.parameters():

@@ -61,6 +61,20 @@ def test_a_root_that_is_missing_or_empty_has_no_checkpoint(tmp_path):
     assert not (tmp_path / "nothing").exists()
 
 
+def test_a_root_that_is_missing_is_told_louder_than_an_empty_one(tmp_path, caplog):
+    caplog.set_level(logging.INFO, "dcp_checkfreq")
+    assert find_latest_valid(tmp_path / "typo") is None
+    (said,) = caplog.records
+    assert (said.levelno, "typo: nothing is there" in said.getMessage()) == (logging.WARNING, True)
+    caplog.clear()
+    assert find_latest_valid(tmp_path) is None
+    (said,) = caplog.records
+    assert said.levelno == logging.INFO
+    caplog.clear()
+    assert find_latest_valid(MemoryTier()) is None
+    assert "nothing is there" in caplog.text
+
+
 def test_scanning_changes_nothing(tmp_path):
     save(some_state(), tmp_path / "step_1")
     (tmp_path / "step_2").mkdir()
