@@ -191,9 +191,9 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         return StorageMeta(checkpoint_id=self._tier.location, save_id=self._attempt.id)
 
     @property
-    def save_id(self) -> str | None:
+    def save_id(self) -> str:
         """Name of the save under way or next, as stock writers have it."""
-        return self.storage_meta().save_id
+        return self._attempt.id
 
     # DCP passes rank and use_collectives only to a parameter that is named `kwargs`.
     @tells_errors(SaveFailed, "looking whether it can save")

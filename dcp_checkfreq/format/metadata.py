@@ -65,6 +65,11 @@ def load(data: bytes, where: str) -> tuple[Metadata, Record | None]:
     try:
         metadata, raw = metadata_of(body, ATTRIBUTE)
     except OddPickle as error:
+        if not sealed and not data.endswith(pickle.STOP):
+            # Every whole file ends with a trailer of ours, or as a pickle does.
+            raise BrokenMetadata(
+                where, f"cut short at {len(data)} bytes: its end is missing"
+            ) from error
         raise BrokenMetadata(where, f"not readable as DCP metadata: {error}") from error
     if raw is None:
         if sealed:
@@ -116,11 +121,21 @@ def _contradiction(metadata: Metadata, record: Record) -> str | None:
     return None
 
 
+def _told_damage(body: bytes, trailer: bytes) -> str:
+    size_bytes = int.from_bytes(trailer[len(MAGIC) : len(MAGIC) + 8], "little")
+    if size_bytes != len(body):
+        return f"damaged: it has {len(body)} bytes, it was saved with {size_bytes}"
+    return (
+        f"damaged: it does not match its digest, it was saved with xxh3_128 {trailer[-16:].hex()}, "
+        f"there is {xxhash.xxh3_128_hexdigest(body)}"
+    )
+
+
 def _unseal(data: bytes, where: str) -> tuple[bytes, bool]:
     start = len(data) - TRAILER_BYTES
     if start < 0 or data[start : start + len(MAGIC)] != MAGIC:
         return data, False
     body = data[:start]
     if data[start:] != _trailer(body):
-        raise BrokenMetadata(where, "damaged: it does not match its digest")
+        raise BrokenMetadata(where, _told_damage(body, data[start:]))
     return body, True

@@ -172,6 +172,33 @@ def test_a_cut_metadata_file_is_an_error_and_not_a_checkpoint(tmp_path, keep_byt
     assert find_latest_valid(tmp_path).step == 1
 
 
+@pytest.mark.parametrize("stock", [False, True])
+def test_a_metadata_file_that_is_cut_anywhere_says_so_or_that_it_is_no_metadata(tmp_path, stock):
+    writer = dcp.FileSystemWriter(tmp_path) if stock else CheckFreqWriter(tmp_path)
+    dcp.save({"w": torch.ones(4), "n": "x" * 50}, storage_writer=writer)
+    content = (tmp_path / ".metadata").read_bytes()
+    said = []
+    for size in range(0, len(content), 7):
+        with pytest.raises(BrokenMetadata) as caught:
+            metadata_format.load(content[:size], "here")
+        said.append(f"cut short at {size} bytes" in str(caught.value))
+    assert sum(said) > 0.95 * len(said)
+
+
+def test_a_damaged_metadata_file_tells_what_was_expected_and_what_is_there(tmp_path):
+    save({"w": torch.ones(4)}, tmp_path)
+    content = bytearray((tmp_path / ".metadata").read_bytes())
+    body = len(content) - metadata_format.TRAILER_BYTES
+    expected = xxhash.xxh3_128_hexdigest(bytes(content[:body]))
+    content[body // 3] ^= 4
+    found = xxhash.xxh3_128_hexdigest(bytes(content[:body]))
+    with pytest.raises(BrokenMetadata, match=f"does not match its digest.*{expected}.*{found}"):
+        metadata_format.load(bytes(content), "here")
+    del content[5:9]
+    with pytest.raises(BrokenMetadata, match=f"{body - 4} bytes, it was saved with {body}"):
+        metadata_format.load(bytes(content), "here")
+
+
 def test_every_flipped_byte_of_the_metadata_file_is_noticed(tmp_path):
     save({"w": torch.ones(4), "n": 1}, tmp_path)
     record = tmp_path / ".metadata"
