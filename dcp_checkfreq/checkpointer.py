@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal
 
 import torch
 
@@ -30,7 +30,7 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.gate import Gate, next_step
 from dcp_checkfreq.leaving import close_at_exit
 from dcp_checkfreq.local_copies import LocalCopies
-from dcp_checkfreq.own_steps import OwnSteps
+from dcp_checkfreq.own_steps import OwnSteps, place_of
 from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, facts_of, tuned_pacer
 from dcp_checkfreq.planner import CheckFreqSavePlanner
 from dcp_checkfreq.policy.interval import Mode
@@ -258,7 +258,9 @@ class Checkpointer:
             self.step = 0
             self.last_saved_step: int | None = None
             self.failures_in_a_row = 0
-        self._is_closed = close_at_exit(self, Checkpointer.close)
+        self._pid = os.getpid()
+        place = place_of(self._root)  # where others of this process are named
+        self._is_closed = close_at_exit(self, Checkpointer.close, place=place)
         self._if_dropped = weakref.finalize(
             self, _give_up, os.getpid(), self._guard, self._stopping, self._saver, self._release()
         )
@@ -499,7 +501,14 @@ class Checkpointer:
 
     # --- stopping ---
 
-    def _stop(self) -> NoReturn:
+    def preempt(self) -> None:
+        """Have all ranks save once more and exit, as after a signal. Any thread of any rank may.
+
+        For train functions outside of the main thread, where Python allows no signal handlers.
+        """
+        self._stopping.preempt()
+
+    def _stop(self) -> None:
         def last_took_s() -> float:
             last = self._history[-1] if self._history else None
             return 0.0 if last is None else last.copy_s + last.persist_s
@@ -524,6 +533,9 @@ class Checkpointer:
         self._closed = True
         self._is_closed()
         self._if_dropped.detach()
+        if self._pid != os.getpid():  # a forked child: all of it is the parent's
+            self._guard.close()
+            return
         try:
             self._finish_in_flight(must_raise=True)
         finally:

@@ -32,7 +32,7 @@ class Task(Generic[T]):
         is_nobodys: no thread will do it: `problem` and `result` do.
     """
 
-    __slots__ = ("_begun", "_done", "_error", "_value", "_work", "is_nobodys")
+    __slots__ = ("_begun", "_done", "_error", "_pid", "_value", "_work", "is_nobodys")
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
@@ -41,6 +41,7 @@ class Task(Generic[T]):
         self._error: BaseException | None = None
         self._value: T
         self.is_nobodys = True  # until a crew takes it
+        self._pid = os.getpid()
 
     def run(self) -> None:
         """Do it, unless somebody has begun. Raises nothing: see `result`."""
@@ -76,6 +77,8 @@ class Task(Generic[T]):
         """Wait for its end, and return what it raised."""
         if self.is_nobodys:
             self.run()
+        if self._pid != os.getpid() and not self._done.is_set():
+            return Cancelled("it is done by the parent of this process")
         self._done.wait()
         return self._error
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Generic, TypeVar
@@ -23,6 +25,17 @@ class ProcessSetting(Generic[_Before]):
         self._lock = threading.Lock()
         self._holders = 0
         self._before: _Before
+        mine = weakref.ref(self)
+
+        def in_child() -> None:
+            # Threads of the parent that needed it are not in the child; nor is their lock.
+            if (setting := mine()) is not None:
+                setting._lock = threading.Lock()
+                if setting._holders:
+                    setting._holders = 0
+                    setting._put_back(setting._before)
+
+        os.register_at_fork(after_in_child=in_child)
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -35,6 +48,6 @@ class ProcessSetting(Generic[_Before]):
             yield
         finally:
             with self._lock:
-                self._holders -= 1
+                self._holders = max(0, self._holders - 1)  # 0 already in a forked child
                 if not self._holders:
                     self._put_back(self._before)

@@ -47,7 +47,7 @@ class _Process:
     def __init__(self) -> None:
         # No lock: what is taken out by the collector may come at any moment, to any thread.
         self.watched: dict[int, weakref.ref[Unfinished]] = {}
-        self.open: dict[int, tuple[weakref.ref[Any], Callable[[Any], None]]] = {}
+        self.open: dict[int, tuple[weakref.ref[Any], Callable[[Any], None], str]] = {}
         self.lost: list[BaseException] = []
         self.begun: list[Unfinished] = []  # was under way when the main thread ended
 
@@ -71,10 +71,15 @@ def watch(one: Unfinished) -> None:
     mine.watched[number] = weakref.ref(one, gone)
 
 
-def close_at_exit(owner: T, close: Callable[[T], None]) -> Callable[[], None]:
+def close_at_exit(owner: T, close: Callable[[T], None], *, place: str = "") -> Callable[[], None]:
     """Call ``close`` with ``owner`` before this process ends, if it is alive then.
 
     What it raises is logged, and makes the exit code another one than 0.
+
+    Args:
+        owner: is not kept alive.
+        close: takes it.
+        place: where it is at work, for `open_at`.
 
     Returns:
         What takes it back, as ``owner`` was closed.
@@ -85,8 +90,14 @@ def close_at_exit(owner: T, close: Callable[[T], None]) -> Callable[[], None]:
     def forget(_: object = None) -> None:
         mine.open.pop(number, None)
 
-    mine.open[number] = (weakref.ref(owner, forget), close)
+    mine.open[number] = (weakref.ref(owner, forget), close, place)
     return forget
+
+
+def open_at(place: str) -> list[Any]:
+    """Return what is alive and open at this place in this process."""
+    found = [open_() for open_, _close, where in list(_process.open.values()) if where == place]
+    return [one for one in found if one is not None]
 
 
 def wait_for_all() -> None:
@@ -131,7 +142,7 @@ def _at_exit() -> None:
     mine = _process
     begun = mine.begun + [one for one in mine.under_way() if one not in mine.begun]
     problems = list(mine.lost)
-    for open_, close in list(mine.open.values()):
+    for open_, close, _place in list(mine.open.values()):
         owner = open_()
         if owner is None:
             continue

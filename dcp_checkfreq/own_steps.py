@@ -11,6 +11,7 @@ from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.errors import StepsExist, WriteFailed
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
+from dcp_checkfreq.leaving import open_at
 from dcp_checkfreq.policy.retention import Retention, select_expired
 from dcp_checkfreq.recovery.choose import Choice
 from dcp_checkfreq.recovery.clean import KnownSteps, delete_step
@@ -23,6 +24,22 @@ from dcp_checkfreq.storage.tier import Tier
 from dcp_checkfreq.writer import CheckFreqWriter
 
 _log = logging.getLogger(__name__)
+
+
+def place_of(root: Tier) -> str:
+    """Return what tells the folder of a run from all others in this process; warn of those in it.
+
+    What is at work there is a `Checkpointer`, as far as `close_at_exit` was told of this place.
+    """
+    is_ours = type(root).__module__.startswith("dcp_checkfreq.storage")
+    place = root.location if is_ours else f"{root.location}#{id(root)}"
+    for other in open_at(place):
+        _log.warning(
+            "%s: another Checkpointer of this process saves there and is not closed; it is at step "
+            "%d. Close it first: each refuses to replace what the other has saved",
+            *(root.location, other.step),
+        )
+    return place
 
 
 class OwnSteps:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import logging
+import os
 import queue
 import signal
 import threading
@@ -110,6 +111,8 @@ class PreemptionWatch:
                 store, key, rank, world_size, clock, agree_timeout_s, grace_s, poll_s, self._closing
             )
         self._thread: threading.Thread | None = None
+        self._pid = os.getpid()
+        self._order: str | None = None
 
     @property
     def deadline_s(self) -> float | None:
@@ -132,7 +135,7 @@ class PreemptionWatch:
         else:
             _log.warning(
                 "signals cannot be handled outside of the main thread: this process will stop "
-                "at the signal of another rank only"
+                "at the signal of another rank only, or when preempt() is called"
             )
         thread = threading.Thread(target=self._watch, name="checkfreq-preempt", daemon=True)
         try:
@@ -142,8 +145,14 @@ class PreemptionWatch:
                 self._others.start()
         except RuntimeError:  # no thread can be had
             self.close()
-            self._signals.restore()
             raise
+
+    def order(self, cause: str) -> None:
+        """On any thread: have all ranks stop as if a signal had come.
+
+        Unlike after a signal nothing ends the process if no step takes it up.
+        """
+        self._order = cause
 
     def taken_up(self) -> None:
         """On the training thread: `stop_at` was seen, the deadline is the caller's from now on."""
@@ -153,15 +162,13 @@ class PreemptionWatch:
         """Restore the handlers and end the threads."""
         self._closing.set()
         self._signals.pass_on = True  # if the handlers must stay: they do what the old ones did
-        if self._thread is None:
+        self._signals.restore()
+        if self._thread is None or self._pid != os.getpid():
             return
-        if threading.current_thread() is threading.main_thread():
-            self._signals.restore()
-        self._thread.join(_JOIN_S)
+        if self._thread is not threading.current_thread():  # which may have collected the owner
+            self._thread.join(_JOIN_S)
         if self._others is not None:
             self._others.join()
-        if not self._thread.is_alive():
-            self._signals.close()
 
     def _watch(self) -> None:
         try:
@@ -186,6 +193,8 @@ class PreemptionWatch:
         while not self._closing.wait(self._poll_s):
             if self._signals.look():
                 return f"{self._signals.name} on rank {self._rank}"
+            if self._order is not None:
+                return f"{self._order} on rank {self._rank}"
             if self._others is not None and self._others.heard is not None:
                 return self._others.heard
         return None
@@ -276,7 +285,7 @@ class _Others:
     def join(self) -> None:
         """End the thread, unless it hangs in the store. After ``closing`` was set."""
         self._orders.put(None)
-        if self._thread.ident is not None:
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(_JOIN_S)
 
     def _talk(self) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -150,6 +151,7 @@ class Saver:
         self._running: Task[None] | None = None
         self._cleaning: Task[None] | None = None
         self._retiring: Task[None] | None = None
+        self._pid = os.getpid()
         planner.expect_ranks(agree.world_size)
         watch(self)
 
@@ -353,6 +355,7 @@ class Saver:
         Args:
             step: only if all ranks act on it at this step. None: wait for its end.
         """
+        self._check_process()
         job = self._job
         if job is None:
             return None
@@ -366,8 +369,14 @@ class Saver:
 
     def wait(self) -> None:
         """Return once nothing is going on in the background; `ended` tells how the save ended."""
+        self._check_process()
         self._wait_for(self._running)
         self._wait_for(self._cleaning)
+
+    def _check_process(self) -> None:
+        if self._pid != os.getpid():
+            why = "a forked child cannot use what its parent saves with: let it make its own"
+            raise SaveFailed(f"process {os.getpid()}", why)
 
     @staticmethod
     def _wait_for(task: Task[None] | None) -> None:

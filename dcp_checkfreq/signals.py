@@ -1,4 +1,8 @@
-"""The signal handlers of this process: a signal is noted, and somebody else looks for it."""
+"""The signal handlers of this process: a signal is noted, and somebody else looks for it.
+
+There is one registry per process: it keeps the handler that was there first, and gives it back when
+the last one who listened is gone, in whatever order they go.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +10,6 @@ import logging
 import os
 import signal
 import threading
-import weakref
 from collections.abc import Iterable
 from types import FrameType
 from typing import Any
@@ -18,7 +21,7 @@ _DEFAULTS = (signal.SIG_DFL, signal.SIG_IGN, signal.default_int_handler)
 
 
 class Signals:
-    """Takes over signals, and gives them back. Every method says from which thread it is called.
+    """Listens for signals. Every method says from which thread it is called.
 
     A Python handler runs when the training thread comes back to the interpreter, which can take
     as long as a collective hangs. The interpreter writes to the wakeup pipe at once. Neither
@@ -28,20 +31,64 @@ class Signals:
     def __init__(self, signals: Iterable[int]) -> None:
         self._wanted = tuple(dict.fromkeys(signals))
         self.pass_on = False  # from now on a signal does what it did before
-        self._old: dict[int, Any] = {}
-        self._pipe: tuple[int, int] | None = None
-        self._handled = self._woken = 0
-        self._last: int = 0
-        self._restored = False
+        self.handled = self.woken = 0
+        self.last: int = 0
 
     @property
     def name(self) -> str:
         """Which signal came last."""
-        return signal.Signals(self._last).name
+        return signal.Signals(self.last).name
 
     def install(self) -> None:
         """Take over the signals. In the main thread."""
-        for signum in self._wanted:
+        _registry.add(self, self._wanted)
+
+    def look(self) -> int:
+        """Return how many signals were noticed so far. In the watching thread."""
+        _registry.look()
+        return max(self.handled, self.woken)
+
+    def restore(self) -> None:
+        """Listen no longer. May be called twice.
+
+        In the main thread signals that nobody listens for any more are given back at once; else the
+        next one that comes does that.
+        """
+        _registry.remove(self)
+
+    def raise_again(self, closing: threading.Event) -> None:
+        """Let the last signal do to this process what it did before `install`."""
+        signum = self.last
+        default = _registry.give_up(signum) == signal.SIG_DFL
+        self.pass_on = True
+        os.kill(os.getpid(), signum)  # only the training thread can restore: by the handler
+        if not closing.wait(_HANDLER_S) and default and _registry.has(signum):
+            # It is stuck outside of the interpreter. This is the exit code of a shell whose
+            # command died by the signal.
+            os._exit(128 + signum)
+
+
+class _Registry:
+    """What is installed in this process, and who listens.
+
+    Without locks: handlers run between any two instructions of the main thread, and objects are
+    collected there. What threads share is replaced as a whole.
+    """
+
+    def __init__(self) -> None:
+        self._old: dict[int, Any] = {}  # what was there first
+        self._listeners: dict[int, tuple[Signals, ...]] = {}
+        self._pipe: tuple[int, int] | None = None
+        self._given_up: frozenset[int] = frozenset()
+
+    def has(self, signum: int) -> bool:
+        """Tell whether the handler is ours."""
+        return signum in self._old
+
+    def add(self, listener: Signals, wanted: Iterable[int]) -> None:
+        """Install the handlers that are not installed yet. In the main thread."""
+        taken = []
+        for signum in wanted:
             old = signal.getsignal(signum)
             if old is None:
                 _log.warning(
@@ -49,83 +96,99 @@ class Signals:
                     signal.Signals(signum).name,
                 )
                 continue
-            if old not in _DEFAULTS:
-                _log.warning(
-                    "%s has the handler %r: replaced until the end of the watch",
-                    signal.Signals(signum).name,
-                    old,
-                )
-            try:
-                signal.signal(signum, self._on_signal)
-            except (OSError, ValueError):
-                self.restore()
-                raise
-            self._old[signum] = old
-        if self._old:
+            if old != _on_signal:
+                if old not in _DEFAULTS:
+                    _log.warning(
+                        "%s has the handler %r: replaced until the end of the watch",
+                        signal.Signals(signum).name,
+                        old,
+                    )
+                try:
+                    signal.signal(signum, _on_signal)
+                except (OSError, ValueError):
+                    self.remove(listener)
+                    raise
+                self._old[signum] = old
+                self._given_up -= {signum}
+            self._listeners[signum] = (*self._listeners.get(signum, ()), listener)
+            taken.append(signum)
+        if taken and self._pipe is None:
             self._open_pipe()
-        itself = weakref.ref(self)  # the hook below can never be taken away
 
-        def in_child() -> None:
-            # Forked DataLoader workers must die by SIGTERM, and not wake their parent by it.
-            if (signals := itself()) is not None:
-                signals.restore()
+    def remove(self, listener: Signals) -> None:
+        """Give back what nobody listens for any more, if this is the main thread."""
+        for signum, listeners in list(self._listeners.items()):
+            rest = tuple(one for one in listeners if one is not listener)
+            if len(rest) < len(listeners):
+                self._listeners[signum] = rest
+            if not rest and threading.current_thread() is threading.main_thread():
+                self.give_back(signum)
 
-        os.register_at_fork(after_in_child=in_child)
-
-    def look(self) -> int:
-        """Return how many signals were noticed so far. In the watching thread."""
-        if self._pipe is not None:
-            try:
-                came = [n for n in os.read(self._pipe[0], 4096) if n in self._old]
-            except BlockingIOError:
-                came = []
-            if came:
-                self._woken += len(came)
-                self._last = came[-1]
-        return max(self._handled, self._woken)
-
-    def restore(self) -> None:
-        """Give the signals back. In the main thread; may be called twice."""
-        old, self._old = self._old, {}
-        for signum, handler in old.items():
-            if signal.getsignal(signum) == self._on_signal:  # else another library's by now
-                signal.signal(signum, handler)
-        if self._pipe is not None and not self._restored:
+    def give_back(self, signum: int) -> None:
+        """Put back the handler that was there first. In the main thread."""
+        self._listeners.pop(signum, None)
+        if signum in self._old:
+            old = self._old.pop(signum)
+            if signal.getsignal(signum) == _on_signal:  # else another library's by now
+                signal.signal(signum, old)
+        if not self._old and self._pipe is not None:
+            pipe, self._pipe = self._pipe, None
             present = signal.set_wakeup_fd(-1)
-            if present != self._pipe[1] and present != -1:
+            if present not in (pipe[1], -1):
                 signal.set_wakeup_fd(present)
-        self._restored = True
-
-    def raise_again(self, closing: threading.Event) -> None:
-        """Let the last signal do to this process what it did before `install`."""
-        signum = self._last
-        default = self._old.get(signum) == signal.SIG_DFL
-        self.pass_on = True
-        os.kill(os.getpid(), signum)  # only the training thread can restore: by the handler
-        if not closing.wait(_HANDLER_S) and default and not self._restored:
-            # It is stuck outside of the interpreter. This is the exit code of a shell whose
-            # command died by the signal.
-            os._exit(128 + signum)
-
-    def close(self) -> None:
-        """Close the pipe, unless a handler may still write to it."""
-        if self._pipe is not None and self._restored:
-            for end in self._pipe:
+            for end in pipe:
                 os.close(end)
-            self._pipe = None
 
-    def _open_pipe(self) -> None:
-        self._pipe = os.pipe()
-        for end in self._pipe:
-            os.set_blocking(end, False)
-        present = signal.set_wakeup_fd(self._pipe[1], warn_on_full_buffer=False)
-        if present != -1:
-            signal.set_wakeup_fd(present)  # an event loop's: it needs it more
+    def give_up(self, signum: int) -> Any:
+        """Let the next such signal do what it did before, whoever listens; return its handler."""
+        self._given_up |= {signum}
+        return self._old.get(signum)
 
-    def _on_signal(self, signum: int, frame: FrameType | None) -> None:
-        if self.pass_on:
-            self.restore()
+    def look(self) -> None:
+        """Read the pipe, and tell who listens. On any thread."""
+        pipe = self._pipe
+        if pipe is None:
+            return
+        try:
+            came = os.read(pipe[0], 4096)
+        except OSError:  # nothing is there, or it was closed just now
+            return
+        for signum in came:
+            for listener in self._listeners.get(signum, ()):
+                listener.woken += 1
+                listener.last = signum
+
+    def came(self, signum: int) -> None:
+        """In the main thread, between any two instructions: take note, or pass it on."""
+        active = [one for one in self._listeners.get(signum, ()) if not one.pass_on]
+        if signum in self._given_up or not active:
+            self.give_back(signum)
             os.kill(os.getpid(), signum)
             return
-        self._last = signum
-        self._handled += 1
+        for listener in active:
+            listener.last = signum
+            listener.handled += 1
+
+    def in_child(self) -> None:
+        """In a forked child: have the handlers of before, and let the parent's pipe be."""
+        # Forked DataLoader workers must die by SIGTERM, and not wake their parent by it.
+        for signum in list(self._old):
+            self.give_back(signum)
+
+    def _open_pipe(self) -> None:
+        pipe = os.pipe()
+        for end in pipe:
+            os.set_blocking(end, False)
+        present = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)
+        if present != -1:
+            signal.set_wakeup_fd(present)  # an event loop's: it needs it more
+        self._pipe = pipe
+
+
+def _on_signal(signum: int, frame: FrameType | None) -> None:
+    _registry.came(signum)
+
+
+# Process-wide, as handlers are.
+_registry = _Registry()
+os.register_at_fork(after_in_child=_registry.in_child)

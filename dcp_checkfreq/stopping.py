@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import os
+import threading
 import weakref
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NoReturn, Protocol
+from typing import Protocol
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.clock import Clock
@@ -47,6 +49,16 @@ class Owner(Protocol):
     last_saved_step: int | None
 
 
+class _Stepping(threading.local):
+    """Those of this process that take steps, in the order of their first ones.
+
+    By thread: who trains in threads of its own steps in no common order.
+    """
+
+    def __init__(self) -> None:
+        self.all: list[Stopping] = []
+
+
 class Stopping:
     """Listens for signals on behalf of one `Checkpointer`, and ends the process in its name.
 
@@ -72,6 +84,17 @@ class Stopping:
         self._gate, self._agree, self._clock = gate, agree, clock
         self._signals, self._grace_s, self._key = tuple(signals), grace_s, key
         self._watch: PreemptionWatch | None = None
+        self._is_ordered = False
+        self._job: Job | None = None  # once it has stopped
+        self._code = 0
+        self._among: list[Stopping] | None = None
+
+    def _all(self) -> list[Stopping]:
+        return list(self._among or [self])
+
+    def deadline_s(self) -> float | None:
+        """Return until when a last save must be done; None: nothing was heard here."""
+        return None if self._watch is None else self._watch.deadline_s
 
     def watch(self, owner: Owner) -> None:
         """Watch for signals from now on, if that is not done yet."""
@@ -94,41 +117,81 @@ class Stopping:
             _log.warning("signals are not noticed before the next step: %s", error)
         else:
             self._watch = watch
+            if self._is_ordered:
+                watch.order("preempt()")
+
+    def preempt(self) -> None:
+        """On any thread: have all ranks stop, as a signal would."""
+        self._is_ordered = True
+        if self._watch is not None:
+            self._watch.order("preempt()")
 
     def is_due(self, step: int) -> bool:
-        """Tell whether to stop after this step; so do all ranks at the same one."""
+        """Tell whether to save now and stop; so do all ranks at the same step.
+
+        Call it after every step. Of several in this process the one that stepped first leads: the
+        others are due in their next step after it has stopped, so that what they save fits. All
+        ranks make their calls in the same order.
+        """
+        if self._among is None:
+            self._among = _stepping.all
+            self._among.append(self)
+        leader = self._among[0]
+        if leader is self:
+            return self._is_told(step)
+        if self._is_told(step) and not leader._is_ordered:
+            leader.preempt()  # on all ranks, at the same step
+        return leader._job is not None
+
+    def _is_told(self, step: int) -> bool:
         watch = self._watch
         return watch is not None and watch.stop_at is not None and step >= watch.stop_at
 
-    def stop(self, step: int, job: Job) -> NoReturn:
-        """Save once more if there is time, and end this process. All ranks call it after ``step``.
+    def stop(self, step: int, job: Job) -> None:
+        """Save if there is time. End this process if all others in it have done that, too.
+
+        All ranks call it after ``step``. One that comes again, because others have not come yet,
+        is saved again.
 
         Raises:
-            SystemExit: always.
+            SystemExit: this was the last one, or there is no time to wait for others.
         """
-        watch = self._watch
-        assert watch is not None
-        watch.taken_up()
-        code = 0
+        if self._watch is not None:
+            self._watch.taken_up()
+        waits_no_longer = False
+        self._job = job
         try:
             job.settle()
-            if job.saved() != step and self._there_is_time(watch, job.takes_s()):
-                job.save()
+            if job.saved() != step:
+                if self._there_is_time(job.takes_s()):
+                    job.save()
+                else:
+                    waits_no_longer = True
         except CheckFreqError as error:
             _log.error("before stopping: %s", error)
-            code = error.exit_code
+            self._code = error.exit_code
         _log.warning(
             "stopping after step %d, as asked by a signal; the last published step is %s",
             step,
             job.saved(),
         )
-        with contextlib.suppress(CheckFreqError):  # logged already
-            job.close()
+        missing = sum(one._job is None for one in self._all())
+        if missing and not waits_no_longer:
+            _log.warning("%d other Checkpointers in this process have to stop first", missing)
+            return
+        code = 0
+        for one in self._all():
+            code = code or one._code
+            if one._job is not None:
+                with contextlib.suppress(CheckFreqError):  # logged already
+                    one._job.close()
         raise SystemExit(code)
 
-    def _there_is_time(self, watch: PreemptionWatch, last_took_s: float) -> bool:
+    def _there_is_time(self, last_took_s: float) -> bool:
         needs_s = _SAVE_TAKES * last_took_s
-        left_s = (watch.deadline_s or 0.0) - self._clock.monotonic_s()
+        deadlines_s = [one.deadline_s() for one in self._all()]
+        until_s = min((one_s for one_s in deadlines_s if one_s is not None), default=0.0)
+        left_s = until_s - self._clock.monotonic_s()
         enough = self._agree.consult(left_s >= needs_s, all)
         if not enough:
             _log.warning(
@@ -138,8 +201,21 @@ class Stopping:
 
     def close(self) -> None:
         """Give the signals back. May be called twice."""
+        self._job = None
+        if self._among is not None and self in self._among:
+            self._among.remove(self)
         if self._watch is not None:
             self._watch.close()
+
+
+_stepping = _Stepping()
+
+
+def _in_child() -> None:
+    _stepping.all = []  # those of the parent take no steps here
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def _said_of(owner: weakref.ref[Owner]) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
@@ -62,6 +63,7 @@ class Guard:
         self._raise_errors = raise_errors
         self._times = around_update
         self._snapshot: Guarded | None = None
+        self._pid = os.getpid()
         # Since the last snapshot. Weak, as the hooks of an optimizer keep its guard alive.
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks = [
@@ -91,6 +93,7 @@ class Guard:
     def arm(self, snapshot: Guarded) -> None:
         """Let the next update wait for this snapshot."""
         self._snapshot = snapshot
+        self._pid = os.getpid()
         self._stepped.clear()
 
     def wait(self) -> None:
@@ -101,6 +104,9 @@ class Guard:
         """
         snapshot = self._snapshot
         if snapshot is None:
+            return
+        if self._pid != os.getpid():
+            self._snapshot = None  # the memory that is copied is the parent's
             return
         try:
             snapshot.before_update()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
@@ -142,6 +143,7 @@ class Leases:
     """What one snapshot holds: memory, and the lanes that write into it."""
 
     def __init__(self, host: Lease) -> None:
+        self._pid = os.getpid()  # in a forked child nothing writes into it, and it is not its own
         self.host = host
         self.on_device: dict[torch.device, Lease] = {}
         self.lanes: list[Lane] = []
@@ -177,6 +179,8 @@ class Leases:
 
     def release(self) -> None:
         """Give the memory back, once nothing writes into it any more. May be called twice."""
+        if self._pid != os.getpid():
+            return
         for lane in self.lanes:
             lane.let_go()
         for lease in (self.host, *self.on_device.values()):

@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import logging
+import os
 import threading
 import weakref
 from collections.abc import Sequence
@@ -92,6 +93,7 @@ class BufferPool:
         self._device = device
         self._wait_s = wait_s
         self._clock = clock or SystemClock()
+        self._pid = os.getpid()
         self._free = threading.Condition()
         self._memory: torch.Tensor | None = None
         self.kept: tuple[Keepable, ...] = ()
@@ -111,6 +113,13 @@ class BufferPool:
         """Bytes of memory that the pool holds now."""
         return 0 if self._memory is None else self._memory.nbytes
 
+    def _begin_in_child(self) -> None:
+        """Begin with nothing: the slot, and whoever waits for it, are those of the parent."""
+        self._pid = os.getpid()
+        self._free = threading.Condition()
+        self._lease, self._leased = None, None
+        self._memory, self.kept = None, ()
+
     def lease(self, size_bytes: int, *, fit: bool = False) -> Lease:
         """Wait for the slot, make it at least ``size_bytes`` large, and hand it out.
 
@@ -121,6 +130,8 @@ class BufferPool:
         Raises:
             SnapshotFailed: the slot was not given back in time, or there is no memory.
         """
+        if self._pid != os.getpid():
+            self._begin_in_child()
         with self._free:
             self._wait()
             if self._memory is None or not self._suits(size_bytes, fit):
@@ -158,6 +169,8 @@ class BufferPool:
             self._free.wait(_POLL_S)
 
     def _give_back(self, lease: Lease) -> None:
+        if self._pid != os.getpid():
+            return
         with self._free:
             if self._leased == lease.number:
                 self._leased = None
@@ -171,6 +184,8 @@ class BufferPool:
 
     def drop(self) -> None:
         """Free the memory if no one has leased it."""
+        if self._pid != os.getpid():
+            return
         with self._free:
             if self._leased is None:
                 self._let_go()
@@ -225,6 +240,15 @@ PROCESS_POOL = BufferPool()
 
 _device_pools: dict[torch.device, BufferPool] = {}
 _device_pools_lock = threading.Lock()
+
+
+def _in_child() -> None:
+    global _device_pools_lock
+    _device_pools_lock = threading.Lock()
+    _device_pools.clear()  # nothing of CUDA works in a forked child
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def device_pool(device: torch.device) -> BufferPool:

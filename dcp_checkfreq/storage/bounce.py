@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -50,6 +51,15 @@ def take() -> memoryview:
         if _idle:
             return _idle.pop()
     return huge_buffer(BOUNCE_BYTES)
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread of the parent may have had it
+    _idle.clear()
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 def give_back(buffer: memoryview) -> None:

@@ -124,7 +124,7 @@ class StagingArea:
     def let_go(self, attempt: str) -> None:
         """Say that an attempt is over. No error if it was never claimed."""
         held = self._claimed.pop(attempt, None)
-        if held is not None:
+        if held is not None and not held.closed:  # else it is that of this process's parent
             with contextlib.suppress(OSError):
                 os.unlink(held.path)
             held.close()
