@@ -7,7 +7,6 @@ import logging
 import os
 import signal
 import uuid
-import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass
@@ -20,6 +19,7 @@ from dcp_checkfreq import options
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.clock import Clock, SystemClock
+from dcp_checkfreq.dropped import Holdings
 from dcp_checkfreq.errors import (
     CheckFreqError,
     RankLost,
@@ -261,21 +261,10 @@ class Checkpointer:
         self._pid = os.getpid()
         place = place_of(self._root)  # where others of this process are named
         self._is_closed = close_at_exit(self, Checkpointer.close, place=place)
-        self._if_dropped = weakref.finalize(
-            self, _give_up, os.getpid(), self._guard, self._stopping, self._saver, self._release()
+        self._holdings = Holdings(
+            self._guard, self._stopping, self._saver, self._lease, self._agree
         )
-        self._if_dropped.atexit = False  # before that it is closed
-
-    def _release(self) -> Callable[[], None]:
-        """Return what gives back what others wait for; it must not keep this object alive."""
-        lease, agree = self._lease, self._agree
-
-        def release() -> None:
-            if agree.rank == 0:
-                lease.release()
-            agree.close()
-
-        return release
+        self._if_dropped = self._holdings.if_dropped(self)
 
     @property
     def interval_steps(self) -> int | None:
@@ -539,10 +528,7 @@ class Checkpointer:
         try:
             self._finish_in_flight(must_raise=True)
         finally:
-            self._saver.close()
-            self._guard.close()
-            self._stopping.close()
-            self._release()()
+            self._holdings.close()
 
     def _give_back(self) -> None:
         """Undo a constructor that has failed, on this rank or another."""
@@ -572,16 +558,6 @@ def _told(save: SaveRecord) -> str:
         f"({save.mode}), published {save.persist_s:.3f} s later; training was held up for "
         f"{save.blocked_s + save.waited_s:.3f} s"
     )
-
-
-def _give_up(
-    pid: int, guard: Guard, stopping: Stopping, saver: Saver, release: Callable[[], None]
-) -> None:
-    """Do what `Checkpointer.close` would have done for one that was dropped; nothing waits."""
-    if pid == os.getpid():
-        guard.close()
-        stopping.close()
-        saver.retire(release)
 
 
 def _published(own_steps: OwnSteps, pacer: Pacer) -> Callable[[int], None]:

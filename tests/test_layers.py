@@ -68,6 +68,7 @@ LEVELS = {
     "signals": 3,
     "preemption": 5,
     "stopping": 5,
+    "dropped": 5,
     "uploading": 5,
     "local_copies": 5,
     "root_check": 5,

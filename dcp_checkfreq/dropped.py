@@ -1,0 +1,52 @@
+"""What is given back when a `Checkpointer` is closed, or dropped without that."""
+
+from __future__ import annotations
+
+import os
+import weakref
+from dataclasses import dataclass
+
+from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.recovery.lease import LeaseFile
+from dcp_checkfreq.saving import Saver
+from dcp_checkfreq.snapshot.guard import Guard
+from dcp_checkfreq.stopping import Stopping
+
+
+@dataclass(frozen=True, slots=True)
+class Holdings:
+    """What a `Checkpointer` has of the process, of other ranks and of the storage."""
+
+    guard: Guard
+    stopping: Stopping
+    saver: Saver
+    lease: LeaseFile
+    agree: Agreement
+
+    def close(self) -> None:
+        """Give it all back, when the save in flight has ended."""
+        self.saver.close()
+        self.guard.close()
+        self.stopping.close()
+        self._release()
+
+    def if_dropped(self, owner: object) -> weakref.finalize:  # type: ignore[type-arg]
+        """Give it all back if ``owner`` is collected, as far as it is this process's to give.
+
+        The save in flight goes on, and nothing waits for it but the end of the process. Call
+        `detach` of what is returned when ``owner`` is closed.
+        """
+        finalizer = weakref.finalize(owner, self._give_up, os.getpid())
+        finalizer.atexit = False  # before that it is closed
+        return finalizer
+
+    def _give_up(self, pid: int) -> None:
+        if pid == os.getpid():
+            self.guard.close()
+            self.stopping.close()
+            self.saver.retire(self._release)
+
+    def _release(self) -> None:
+        if self.agree.rank == 0:
+            self.lease.release()
+        self.agree.close()
