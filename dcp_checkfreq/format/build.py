@@ -121,8 +121,8 @@ def _kind(value: object) -> str:
 # --- dicts, which were read as lists -------------------------------------------------------
 
 
-def _split(flat: Any) -> tuple[list[Any], list[Any]]:
-    """Return keys and values of what was a dict."""
+def _split(flat: Any, *, marked: bool = False) -> tuple[list[Any], list[Any]]:
+    """Return keys and values of what was a dict; see `opcodes.without_dicts`."""
     if type(flat) is not list:
         raise OddPickle(f"{_kind(flat)} is where a dict should be")
     keys, values = flat[::2], flat[1::2]
@@ -131,7 +131,9 @@ def _split(flat: Any) -> tuple[list[Any], list[Any]]:
     keys, values = [], []
     waiting = iter(flat)
     for key in waiting:
-        if type(key) is tuple and len(key) == 2:
+        if type(key) is tuple and len(key) == 3 and key[2] is DICT_MARK:
+            key, value, _ = key
+        elif type(key) is tuple and len(key) == 2 and not marked:
             key, value = key
         else:
             value = next(waiting, _MISSING)
@@ -142,9 +144,9 @@ def _split(flat: Any) -> tuple[list[Any], list[Any]]:
     return keys, values
 
 
-def _texts_and(flat: Any) -> dict[str, Any]:
+def _texts_and(flat: Any, *, marked: bool = False) -> dict[str, Any]:
     """Return what was a dict with texts for keys."""
-    keys, values = _split(flat)
+    keys, values = _split(flat, marked=marked)
     if not set(map(type, keys)) <= {str}:
         raise OddPickle("a key is no text")
     by_key = dict(zip(keys, values, strict=True))
@@ -159,7 +161,7 @@ def _fields(thing: Any, kind: type[made.Made], *, marked: bool = False) -> dict[
     """Return the state of an object."""
     if type(thing) is not kind or len(thing) != 1 or type(thing[0]) is not list:
         raise OddPickle(f"{_kind(thing)} is not a whole {kind.__name__.removeprefix('Made')}")
-    return _texts_and(thing[0][1:] if marked else thing[0])
+    return _texts_and(thing[0][1:], marked=True) if marked else _texts_and(thing[0])
 
 
 def _record(flat: Any) -> dict[str, Any]:
@@ -420,7 +422,7 @@ def _plain(value: Any, budget: _Budget, depth: int = 0) -> Any:
 
 
 def _plain_dict(flat: list[Any], budget: _Budget, depth: int) -> dict[Any, Any]:
-    keys, values = _split(flat)
+    keys, values = _split(flat, marked=True)
     budget.spend(len(keys))
     odd = [key for key in keys if type(key) is not str]
     if len(odd) > _MOST_ODD_KEYS:

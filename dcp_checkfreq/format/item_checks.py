@@ -192,7 +192,10 @@ class _Follower:
         elif name == "BINPERSID":
             self._pop("1")
             stack.append(_Thing("object"))
-        elif name != "PROTO":
+        elif name == "PROTO":
+            if argument > 5:
+                raise OddPickle(f"its pickle is of protocol {argument}, which there is not")
+        else:
             raise OddPickle(f"its pickle has opcode {name}, which torch.save does not write")
 
     def _made(self, kind: str) -> _Thing:

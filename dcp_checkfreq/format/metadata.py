@@ -20,6 +20,7 @@ from dcp_checkfreq.format.index import Record, RecordError, RecordTooNew, decode
 from dcp_checkfreq.format.names import METADATA, is_file_name
 from dcp_checkfreq.format.opcodes import OddPickle
 from dcp_checkfreq.format.texts import shown
+from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, OddFile, Tier, read_small
 
 MAGIC = b"\x89dcpcf\r\n"
@@ -63,7 +64,8 @@ def load(data: bytes, where: str) -> tuple[Metadata, Record | None]:
     """
     body, sealed = _unseal(data, where)
     try:
-        metadata, raw = metadata_of(body, ATTRIBUTE)
+        with collector_held():  # so many objects at once keep it busy for nothing
+            metadata, raw = metadata_of(body, ATTRIBUTE)
     except OddPickle as error:
         if not sealed and not data.endswith(pickle.STOP):
             # Every whole file ends with a trailer of ours, or as a pickle does.

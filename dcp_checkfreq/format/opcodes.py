@@ -72,7 +72,10 @@ _EMPTY_DICT, _EMPTY_LIST, _SETITEM, _SETITEMS, _STOP = b"}]su."
 _LONG_TEXT, _LONG_BYTES, _LONG_PUT, _NAME = b"XBrc"
 _APPENDS = b"e"[0]
 _APPEND_PAIR = b"\x86a"  # for SETITEM
-_MARK_LIST = b"]c" + "\n".join(DICT_MARK).encode() + b"\na"  # for EMPTY_DICT
+# The same for ``tell_dicts``: then a key may be a tuple, too.
+_PUSH_MARK = b"c" + "\n".join(DICT_MARK).encode() + b"\n"
+_APPEND_MARKED_PAIR = _PUSH_MARK + b"\x87a"
+_MARK_LIST = b"]" + _PUSH_MARK + b"a"  # for EMPTY_DICT
 
 
 def without_dicts(
@@ -81,7 +84,8 @@ def without_dicts(
     """Return a pickle that makes lists of keys and values where ``body`` makes dicts.
 
     A key and value may also be one element, a tuple. With ``tell_dicts`` each such list begins
-    with `DICT_MARK`. The result ends with ``body``'s STOP; what follows that is left out.
+    with `DICT_MARK`, and each such tuple ends with it. The result ends with
+    ``body``'s STOP; what follows that is left out.
 
     Raises:
         OddPickle: an opcode that no DCP metadata needs, or a size beyond the end of ``body``.
@@ -105,7 +109,7 @@ def without_dicts(
             elif opcode == _EMPTY_LIST:
                 containers += 1
             elif opcode == _SETITEM:
-                longer.append((end, _APPEND_PAIR))
+                longer.append((end, _APPEND_MARKED_PAIR if tell_dicts else _APPEND_PAIR))
             else:
                 break
         else:

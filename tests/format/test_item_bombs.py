@@ -85,7 +85,7 @@ BOMBS = {
     "pointers by flags": lambda: archive(dtype_of_pointers(name="f8", flags=63)),
     "pointers by halves of flags": lambda: archive(dtype_of_pointers(name="O8", flags=1)),
     "compressed": lambda: archive(
-        pickle.dumps(bytearray(1 << 28), 2)[:0] + b"\x80\x02N." + bytes(1 << 26),
+        b"\x80\x02N." + bytes(1 << 26),
         method=zipfile.ZIP_DEFLATED,
     ),
     "a comment behind it": lambda: archive(b"\x80\x02N.", comment=b"PK\x05\x06" + bytes(18)),

@@ -47,7 +47,7 @@ def in_pairs(value):
     if isinstance(value, list) and value[:1] == [DICT_MARK]:
         left, pairs = iter(value[1:]), []
         for key in left:
-            key, inner = key if isinstance(key, tuple) else (key, next(left))
+            key, inner = key[:2] if isinstance(key, tuple) else (key, next(left))
             pairs.append((key, in_pairs(inner)))
         return [DICT_MARK, *pairs]
     if isinstance(value, (list, tuple)):
