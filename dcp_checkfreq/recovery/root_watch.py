@@ -11,10 +11,11 @@ import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from dcp_checkfreq.errors import LeftBehind, WriteFailed
+from dcp_checkfreq.errors import LeftBehind, LoadFailed, WriteFailed
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.format.index import Lineage
+from dcp_checkfreq.format.metadata import content_of
 from dcp_checkfreq.recovery.plan import StepRecord, left_by, record_of
 from dcp_checkfreq.recovery.root_id import id_of_root, make_root_id
 from dcp_checkfreq.recovery.scan import examine
@@ -31,7 +32,7 @@ class _Seen:
 
     record: StepRecord
     looked: int = 0  # number of the look
-    folder_modified_s: float | None = None  # None: not looked at yet
+    folder_modified_s: float | None = None  # None: as it will be found by the next look
     commit: tuple[int, float] | None = None  # size and time of ``.metadata``; never decide alone
 
 
@@ -102,12 +103,18 @@ class RootWatch:
             for entry in self._root.list()
             if entry.is_folder and (step := names.parse_step(entry.name)) is not None
         }
-        self._seen = {name: seen for name, seen in self._seen.items() if name in folders}
+        self._seen = {
+            name: seen
+            if seen.folder_modified_s is not None
+            else replace(seen, folder_modified_s=folders[name][1])
+            for name, seen in self._seen.items()
+            if name in folders
+        }
         new = [name for name in folders if name not in self._seen]
         known = sorted(
             self._seen,
             key=lambda name: (
-                self._seen[name].folder_modified_s in (None, folders[name][1]),
+                self._seen[name].folder_modified_s == folders[name][1],
                 self._seen[name].looked,
             ),
         )
@@ -133,9 +140,9 @@ class RootWatch:
             if commit == seen.commit:
                 return seen
             try:
-                if identity(folder.read(names.METADATA)) == seen.record.identity:
+                if identity(content_of(folder)) == seen.record.identity:
                     return replace(seen, commit=commit)
-            except FileNotFoundError:
+            except (FileNotFoundError, LoadFailed):
                 commit = None
         return _Seen(examine(folder, name, step), commit=commit)
 

@@ -82,6 +82,17 @@ def test_a_known_folder_that_another_run_replaced_is_found_again(root, others):
         look_a_few_times()
 
 
+def test_where_folders_have_times_one_look_finds_what_was_replaced_among_many(tmp_path):
+    root, own = LocalTier(tmp_path), Lineage(run_id="a")
+    for step in range(1, 31):
+        save(root, step, own)
+    watch = watching(root)
+    watch.check(own, 100)
+    save(root, 17, run_of(root, "b", 1), overwrite=True)
+    with pytest.raises(LeftBehind, match="step_00000017"):
+        watch.check(own, 100)
+
+
 def test_a_step_of_stock_dcp_leaves_nobody(tmp_path):
     root = LocalTier(tmp_path)
     watch, own = watching(root), Lineage(run_id="a")
