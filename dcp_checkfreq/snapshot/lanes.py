@@ -7,6 +7,7 @@ started, as long as the tensors do not change before `before_update` has been ca
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -18,6 +19,9 @@ from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.errors import SnapshotFailed
 from dcp_checkfreq.format.torch_private import versions_of
 from dcp_checkfreq.snapshot.copies import copy_tensors
+from dcp_checkfreq.snapshot.samples import Samples
+
+_log = logging.getLogger(__name__)
 
 _MOST_COPIES = 4  # of different writers at the same time; more wait
 
@@ -64,6 +68,9 @@ class Lane(Protocol):
 class _Watched:
     """Notices sources that were changed in place before they were allowed to.
 
+    By their versions, and by samples of what they hold: a write through ``.data``, numpy or DLPack
+    raises no version.
+
     Torch raises a tensor's version when the change is done, so that one that is under way can be
     missed for a moment: the look from the training thread itself, in `allow_changes`, is certain.
     """
@@ -74,6 +81,7 @@ class _Watched:
         self._names = [name for name, _ in seen]
         self._tensors = [tensor for _, tensor in seen]
         self._versions = versions_of(self._tensors)
+        self._samples: Samples | None = Samples([c.source for c in copies])
         self._are_allowed = False
         self._error: SnapshotFailed | None = None
         self._lock = threading.Lock()
@@ -105,13 +113,19 @@ class _Watched:
     def _let_go(self) -> None:
         self._are_allowed = True
         self._names, self._tensors, self._versions = [], [], []
+        self._samples = None
 
     def _look(self) -> None:
         versions = versions_of(self._tensors)
-        if versions == self._versions:
+        name = None
+        if versions != self._versions:
+            changed = zip(self._names, versions, self._versions, strict=True)
+            name = next(name for name, now, before in changed if now != before)
+        elif self._samples is not None:
+            number = self._samples.first_changed()
+            name = None if number is None else self._names[number]
+        if name is None:
             return
-        changed = zip(self._names, versions, self._versions, strict=True)
-        name = next(name for name, now, before in changed if now != before)
         self._error = SnapshotFailed(
             f"{name!r} was changed while it was being copied, outside of the optimizer's "
             "step. Call wait_for_snapshot() before such a change, or use "
@@ -165,6 +179,12 @@ def _timed_copy(copies: Sequence[Copy], clock: Clock) -> float:
 
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
+    _log.info(
+        "snapshots of %s are copied beside the training. Changes outside of the optimizer's step "
+        "that torch does not count (.data, DLPack) are not noticed there: make them after "
+        "wait_for_snapshot(), or use snapshot='blocking'",
+        device,
+    )
     return torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
 

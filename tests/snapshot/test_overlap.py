@@ -260,12 +260,12 @@ def test_guarded_tensors_of_every_layout_are_copied_late_and_right(late, stager,
 # --- limits: what shows in no version ---
 
 
-def test_limit_a_change_through_data_is_not_noticed(held, stager):
+def test_limit_a_change_of_a_few_elements_through_data_is_not_noticed(held, stager):
     state = make_state()
     held.hold()
     snapshot = stager.begin(stager.survey(state), guarded=all_of(state))
     held.begun.wait(10)
-    state["a"].data.zero_()
+    state["a"].data[1000:1003].zero_()  # between the samples
     held.release()
     snapshot.before_update()
     assert not torch.equal(snapshot.state["a"], torch.arange(5000.0))
