@@ -8,6 +8,7 @@ which is written to a file and named.
 """
 
 import contextlib
+import faulthandler
 import io
 import json
 import logging
@@ -412,23 +413,27 @@ def run(seed, inputs, seconds):
     limit = 6 << 30  # a bomb that is missed ends this process and not the machine
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     logging.disable()
+    warnings.simplefilter("ignore")
     counts = {kind: {} for kind in KINDS}
     until = time.monotonic() + seconds
     weights = [weight for _, _, weight in KINDS.values()]
     number = 0
+    current = os.path.join(tempfile.gettempdir(), f"fuzz-{seed}-{os.getpid()}")
     while number < inputs and time.monotonic() < until:
         kind = rng.choices(list(KINDS), weights)[0]
         data = KINDS[kind][0](rng)
+        with open(current, "wb") as file:  # for inputs that end the process, or never end
+            file.write(data if isinstance(data, bytes) else repr(data).encode())
+        faulthandler.dump_traceback_later(60, exit=True)
         try:
             outcome = tried(kind, data)
         except BaseException as error:
-            path = os.path.join(tempfile.gettempdir(), f"fuzz-{kind}-{seed}-{number}")
-            with open(path, "wb") as file:
-                file.write(data if isinstance(data, bytes) else repr(data).encode())
-            print(f"BROKEN {kind}, input {number} of seed {seed}, in {path}: {error!r}"[:3000])
+            print(f"BROKEN {kind}, input {number} of seed {seed}, in {current}: {error!r}"[:3000])
             raise
         counts[kind][outcome] = counts[kind].get(outcome, 0) + 1
         number += 1
+    faulthandler.cancel_dump_traceback_later()
+    os.unlink(current)
     for kind, outcomes in counts.items():
         print(f"{kind}: {sum(outcomes.values())} {dict(sorted(outcomes.items()))}")
     print(f"tried {number} inputs of seed {seed}")
