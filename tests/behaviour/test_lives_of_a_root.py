@@ -185,7 +185,7 @@ class Life:
                 event = self.chance.choice(
                     [self.save] * 8
                     + [self.restore] * 4
-                    + [self.close, self.kill, self.kill]
+                    + [self.close, self.kill, self.kill, self.kill_restoring]
                     + [self.save_plainly, self.save_plainly, self.remove_by_hand]
                 )
                 event()
@@ -233,27 +233,30 @@ class Life:
         self.tell(f"job {slot} restores {options}, wants {wanted and wanted.step}")
         if job is None:
             process, model = Process(self.root), weights()
-            ckpt = Checkpointer(
-                process,
-                {"model": model},
-                every=1,
-                keep_last=KEEP_LAST,
-                on_error="raise",
-                max_failures=10**6,
-                preempt_signals=(),
-                clock=self.clock,
-            )
-            job = self.jobs[slot] = Job(process, model, ckpt)
+            job = Job(process, model, self.checkpointer(process, model))
+            self.jobs[slot] = job
         restored = job.ckpt.restore(**options)
         assert (restored and restored.step) == (wanted and wanted.step)
         if wanted is not None:
             assert job.model.weight.item() == wanted.value
         job.history = self.model.begin(wanted)
 
+    def checkpointer(self, process, model):
+        return Checkpointer(
+            process,
+            {"model": model},
+            every=1,
+            keep_last=KEEP_LAST,
+            on_error="raise",
+            max_failures=10**6,
+            preempt_signals=(),
+            clock=self.clock,
+        )
+
     def is_known(self, history):
         """Whether a new job can know of ``history``: it has saved, or its lease is there."""
         lease = self.root.files().get(".checkfreq/lease.json", b"").decode()
-        run_of = [job.ckpt._own_steps._lineage.run_id for job in self.jobs if job is not None]
+        run_of = [job.ckpt._lease._run_id for job in self.jobs if job is not None]
         saved = any(one.by is history for one in self.model.there.values())
         return saved or any(
             job is not None and job.history is history and run in lease
@@ -315,6 +318,22 @@ class Life:
                 if old.step not in after:
                     del self.model.there[old.step]
 
+    def kill_restoring(self):
+        """Kill a job at any call of its start or its restore: no checkpoint changes."""
+        free = [slot for slot in range(2) if self.jobs[slot] is None]
+        if not free:
+            return
+        process = Process(self.root)
+        process.calls_left = self.chance.randrange(25)
+        self.tell(f"a job dies restoring, {process.calls_left} calls")
+        options = self.chance.choice([{}, {"fresh_start": True}])
+        with contextlib.suppress(Killed):
+            ckpt = self.checkpointer(process, weights())
+            self.jobs[free[0]] = job = Job(process, weights(), ckpt)
+            with contextlib.suppress(Killed):
+                ckpt.restore(**options)
+            self.end(job, killed=True)
+
     def close(self):
         job = self.chance.choice([job for job in self.jobs if job is not None] or [None])
         if job is not None:
@@ -327,7 +346,7 @@ class Life:
             job.ckpt.close()
         self.jobs[self.jobs.index(job)] = None
         lease = self.root.files().get(".checkfreq/lease.json")
-        if killed and lease is not None and job.ckpt._own_steps._lineage.run_id.encode() in lease:
+        if killed and lease is not None and job.ckpt._lease._run_id.encode() in lease:
             # The dead process is this one, which lives: let it look like one that does not.
             dead = lease.replace(b'"started": "', b'"started": "before ')
             self.root.poke(".checkfreq/lease.json", dead)
@@ -343,7 +362,7 @@ class Life:
         state = {"model": weights(value).state_dict()}
         if stock:
             made = self.folder / "stock"
-            dcp.save(state, storage_writer=dcp.FileSystemWriter(made))
+            dcp.save(state, storage_writer=dcp.FileSystemWriter(made, sync_files=False))
             for path in sorted(made.iterdir(), reverse=True):
                 self.root.poke(f"{step_folder(step)}/{path.name}", path.read_bytes())
             shutil.rmtree(made)
