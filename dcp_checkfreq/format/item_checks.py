@@ -8,13 +8,18 @@ followed with sizes in place of values.
 
 from __future__ import annotations
 
-import math
 import operator
 import pickletools
 import struct
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcp_checkfreq.format.numpy_checks import (
+    NotPlain,
+    check_dtype_name,
+    check_dtype_state,
+    check_shape,
+)
 from dcp_checkfreq.format.opcodes import OddPickle
 
 _DEEPEST = 400
@@ -34,7 +39,6 @@ _BUFFERS = {"bytes", "bytearray"}
 _SCALARS = {"str", "unicode", "basestring", "int", "long", "float", "complex", "bool"}
 _BUILTIN_MODULES = {"builtins", "__builtin__", "collections"}
 _ENCODINGS = {"latin1", "latin-1", "ascii", "utf-8", "utf8"}
-_OBJECT_FLAGS, _FLAGS_OF_OBJECTS = 0b111, 63  # of numpy's dtypes: elements are pointers
 
 
 @dataclass(slots=True, eq=False)
@@ -252,15 +256,24 @@ class _Follower:
             return _Thing("object")
         if module in _BUILTIN_MODULES:
             return self._called_builtin(name, first)
-        if name == "_reconstruct" and len(arguments) > 1:
-            self._spend(math.prod(arguments[1].parts))
-        elif name == "dtype" or name.endswith("DType"):
-            return _Thing("dtype", parts=[first])
-        elif name == "ndarray" or (
-            module.startswith("torch") and name.endswith(("Tensor", "Storage"))
-        ):
+        if module.startswith("numpy"):
+            return self._called_numpy(name, arguments)
+        if module.startswith("torch") and name.endswith(("Tensor", "Storage")):
             raise OddPickle(f"its pickle calls {module}.{name}"[:200])
         return _Thing("object")
+
+    def _called_numpy(self, name: str, arguments: list[Any]) -> _Thing:
+        if name == "dtype":
+            return _Thing("dtype", name=("dtype", check_dtype_name(arguments[0])))
+        if name == "_reconstruct":
+            kind, shape, _ = arguments
+            if kind.name == ("numpy", "ndarray") and shape.parts == [0]:
+                return _Thing("ndarray")
+        elif name == "scalar":
+            dtype, data = arguments
+            if dtype.kind == "dtype" and data.kind == "object" and not _is_object(dtype):
+                return _Thing("object")
+        raise NotPlain(f"its pickle calls numpy's {name}"[:200])
 
     def _called_builtin(self, name: str, first: Any) -> _Thing:
         kind = first.kind if isinstance(first, _Thing) else ""
@@ -303,15 +316,37 @@ def _depth_of(parts: list[Any], at_least: int) -> int:
 
 
 def _check_state(target: Any, state: Any) -> None:
-    """Refuse a dtype of numpy that would have bytes taken for pointers."""
-    if not isinstance(target, _Thing) or target.kind != "dtype":
+    """Refuse states that numpy would believe."""
+    if not isinstance(target, _Thing) or target.kind not in ("dtype", "ndarray"):
         return
-    flags = state.parts[7] if len(state.parts) > 7 else 0
-    is_object = str(target.parts[0]).lstrip("<>=|").startswith("O")
-    if not isinstance(flags, int) or (
-        flags != _FLAGS_OF_OBJECTS if is_object else flags & _OBJECT_FLAGS
-    ):
-        raise OddPickle("its pickle has a dtype of pointers")
+    if not isinstance(state, _Thing) or state.kind != "tuple":
+        raise NotPlain("it has an array with another state")
+    parts = state.parts
+    if target.kind == "dtype":
+        check_dtype_state(target.name[1], parts)
+        if len(parts) == 9:
+            _check_unit(parts[8])
+        return
+    _, shape, dtype, _, data = parts
+    count = check_shape(shape.parts if shape.kind == "tuple" else [None])
+    is_object = dtype.kind == "dtype" and _is_object(dtype)
+    if dtype.kind != "dtype" or data.kind != ("list" if is_object else "object"):
+        raise NotPlain("it has an array with another state")
+    if is_object and len(data.parts) != count:
+        raise NotPlain("it has an array of another number of objects")
+
+
+def _check_unit(unit: Any) -> None:
+    """Look at what follows the state of a dtype of dates: nothing, or an empty dict, and the unit."""
+    extra, (_, *counts) = unit.parts[0], unit.parts[1].parts
+    numbers = [count for count in counts if type(count) is int and 0 < count < 1 << 31]
+    is_empty = extra is None or (extra.kind == "dict" and not extra.parts)
+    if not is_empty or len(unit.parts) != 2 or len(numbers) != 3:
+        raise NotPlain("it has dates of another unit")
+
+
+def _is_object(dtype: _Thing) -> bool:
+    return dtype.name[1].lstrip("<>=|").startswith("O")
 
 
 def _refuse_collisions(keys: list[Any]) -> None:

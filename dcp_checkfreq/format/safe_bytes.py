@@ -16,6 +16,7 @@ from torch.serialization import safe_globals
 
 from dcp_checkfreq.errors import BrokenShard, UnsafePickle
 from dcp_checkfreq.format.item_checks import check_pickle, pickles_of
+from dcp_checkfreq.format.numpy_checks import NotPlain
 from dcp_checkfreq.format.texts import clipped, shown
 
 # What damaged archives make torch raise.
@@ -90,6 +91,8 @@ def load_object(stream: io.BytesIO, key: str, where: str, *, allow_pickle: bool)
         ]
         code = clipped("".join(reason), 300)
         raise UnsafePickle(where, f"{shown(key)} needs code to unpickle ({code})") from error
+    except NotPlain as error:
+        raise UnsafePickle(where, f"{shown(key)} needs trust ({error})") from error
     except _LOADING_ERRORS as error:
         problem = clipped(str(error) or type(error).__name__, 300)
         raise BrokenShard(

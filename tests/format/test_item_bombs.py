@@ -14,7 +14,7 @@ import pytest
 import torch
 from metadata_tools import Calls
 
-from dcp_checkfreq.errors import BrokenShard, LoadFailed
+from dcp_checkfreq.errors import BrokenShard, LoadFailed, UnsafePickle
 from dcp_checkfreq.format.safe_bytes import load_object, load_tensor
 
 
@@ -132,7 +132,10 @@ def test_it_is_refused_soon_and_with_a_short_text(name):
         range(10**12),
         [[[[[[1]]]]]] * 3,
         {"a": np.array(["ab", None, [1]], dtype=object)},
-        np.zeros(3, dtype=[("a", "f8"), ("b", "i4")]),
+        [np.zeros((2, 0, 3), dtype=kind) for kind in ("?", "i1", "u8", "f2", "c16", "S3", "U2")],
+        [np.ones(3, dtype=kind) for kind in ("<i4", "<f8", "f4", "c8", "?", "V3")],
+        np.array(["2026-01-02", "NaT"], dtype="M8[3D]"),
+        [np.datetime64("2026-01-02"), np.timedelta64(5, "s"), np.str_("ab"), np.bytes_(b"x")],
         np.random.RandomState(1).get_state(),
         random.Random(1).getstate(),
         [datetime.timedelta(seconds=1)] * 100,
@@ -150,6 +153,63 @@ def test_what_is_large_or_odd_and_harmless_still_loads(value):
     shown = [repr(v.getvalue()) if isinstance(v, io.BytesIO) else repr(v) for v in (value, loaded)]
     if not isinstance(value, dict) or "deep" not in value:
         assert shown[0] == shown[1]
+
+
+def test_records_of_numpy_need_trust():
+    out = io.BytesIO()
+    torch.save(np.zeros(3, dtype=[("a", "f8"), ("b", "i4")]), out)
+    with pytest.raises(UnsafePickle, match="allow_pickle"):
+        load(out.getvalue())
+    assert len(load_object(io.BytesIO(out.getvalue()), "k", "here", allow_pickle=True)) == 3
+
+
+STATE = (3, "<", None, None, None, -1, -1, 0)
+
+
+@pytest.mark.parametrize(
+    "state",
+    [
+        STATE[:2] + STATE[3:],  # one field less: this ended the process
+        (*STATE, None),
+        (*STATE[:5], 100, -1, 0),  # elements of 100 bytes, so they say
+        (*STATE[:5], 1, 1, 0),
+        (*STATE[:7], 63),
+        (2, *STATE[1:]),
+        (3, "<", None, ("a",), {"a": 1}, -1, -1, 0),
+        (3, "<", (1, 2), None, None, -1, -1, 0),
+        "text",
+        None,
+    ],
+    ids=str,
+)
+def test_a_dtype_with_another_state_is_refused(state):
+    class Dtype:
+        def __reduce__(self):
+            return np.dtype, ("f8", False, True), state
+
+    if state is None:  # pickle leaves it out
+        content = pickle.dumps(np.dtype("f8"), protocol=2)[:-1] + b"Nb."
+    else:
+        content = pickle.dumps(Dtype(), protocol=2)
+    with pytest.raises(LoadFailed):
+        load(archive(content))
+
+
+@pytest.mark.parametrize(
+    "change", [{1: (-1, -3)}, {1: (2**62, 4)}, {1: (10**9,)}, {2: 5}, {4: [1, 2, 3]}, {4: "abc"}]
+)
+def test_an_array_with_another_state_is_refused(change):
+    function, arguments, state = np.zeros(3).__reduce__()
+    parts = list(state)
+    for at, value in change.items():
+        parts[at] = value
+
+    class Array:
+        def __reduce__(self):
+            return function, arguments, tuple(parts)
+
+    with pytest.raises(LoadFailed):
+        load(archive(pickle.dumps(Array(), protocol=2)))
 
 
 def test_where_a_tensor_should_be_nothing_else_is_taken():
