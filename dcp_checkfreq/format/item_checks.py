@@ -337,7 +337,7 @@ def _check_state(target: Any, state: Any) -> None:
 
 
 def _check_unit(unit: Any) -> None:
-    """Look at what follows the state of a dtype of dates: nothing, or an empty dict, and the unit."""
+    """Look at what follows the state of a dtype of dates: nothing or an empty dict, and a unit."""
     extra, (_, *counts) = unit.parts[0], unit.parts[1].parts
     numbers = [count for count in counts if type(count) is int and 0 < count < 1 << 31]
     is_empty = extra is None or (extra.kind == "dict" and not extra.parts)
