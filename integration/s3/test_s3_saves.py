@@ -12,7 +12,13 @@ import torch.distributed.checkpoint as dcp
 from servers import BUCKET, KEY, SECRET, Break
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
-from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, Checkpointer, find_latest_valid
+from dcp_checkfreq import (
+    CheckFreqReader,
+    CheckFreqWriter,
+    Checkpointer,
+    LeftBehind,
+    find_latest_valid,
+)
 from dcp_checkfreq.storage.open import open_tier
 from dcp_checkfreq.storage.remote_files import FsspecFiles
 from dcp_checkfreq.storage.remote_options import Options
@@ -204,6 +210,25 @@ def test_a_checkpointer_saves_restores_keeps_two_and_leaves_no_uploads(weed, roo
     with Checkpointer(root, fresh, every=1, storage_options=weed.options) as ckpt:
         assert ckpt.restore().step == 4
     assert fresh["w"].eq(4).all()
+
+
+def test_a_forgotten_run_hears_that_another_one_has_gone_back_behind_it(weed, root, stored):
+    options = {"every": 1, "on_error": "raise", "storage_options": weed.options}
+    with Checkpointer(root, {"w": torch.zeros(9)}, keep_last=3, **options) as old:
+        old.restore()
+        for _ in range(3):
+            old.after_step()
+        old.wait()
+        with Checkpointer(root, {"w": torch.zeros(9)}, keep_last=3, **options) as new:
+            new.restore(1)
+            new.after_step()  # replaces step 2: folders of object stores have no times that tell
+            new.wait()
+        before = {name: size for name, size in stored(root).items() if name.startswith("step")}
+        old.after_step()
+        with pytest.raises(LeftBehind, match="went on from step 1"):
+            old.wait()
+        after = {name: size for name, size in stored(root).items() if name.startswith("step")}
+        assert after == before
 
 
 def test_a_second_writer_of_a_step_is_refused_and_overwrite_replaces_it(weed, root, stored):
