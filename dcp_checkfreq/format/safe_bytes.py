@@ -5,6 +5,7 @@ from __future__ import annotations
 import _codecs
 import datetime
 import io
+import os
 import pickle
 import struct
 import threading
@@ -37,6 +38,14 @@ _LOADING_ERRORS = (
 
 # `safe_globals` swaps a process-wide list; two of them at once would restore each other's.
 _lock = threading.Lock()
+
+
+def _in_child() -> None:
+    global _lock
+    _lock = threading.Lock()  # a thread of the parent may have had it
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 @cache

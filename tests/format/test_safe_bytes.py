@@ -6,12 +6,14 @@ import io
 import math
 import os
 import random
+import signal
 
 import numpy as np
 import pytest
 import torch
 
 from dcp_checkfreq.errors import LoadFailed, UnsafePickle
+from dcp_checkfreq.format import safe_bytes
 from dcp_checkfreq.format.safe_bytes import load_object
 
 
@@ -243,3 +245,17 @@ def test_the_process_wide_allow_list_is_as_it_was_before():
 def test_what_is_no_archive_at_all_is_a_failed_load_that_names_the_key(content):
     with pytest.raises(LoadFailed, match="a key"):
         load_object(io.BytesIO(content), "a key", "/runs/step_7", allow_pickle=False)
+
+
+def test_a_child_forked_while_another_thread_reads_can_read():
+
+    with safe_bytes._lock:
+        pid = os.fork()
+        if not pid:
+            code = 1
+            try:
+                signal.alarm(20)  # it would wait for ever
+                code = 0 if safe_bytes._lock.acquire(blocking=False) else 2
+            finally:
+                os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
