@@ -73,11 +73,13 @@ class Agreement:
         self._lost: RankLost | None = None
         self._notes: RollCall | None = None
         self.rank, self.world_size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
+        self.watchdog = Watchdog(self.rank, clock or SystemClock())
         self.is_alone = True  # there is no process group
         self.timeout_s, problem = _checked(timeout_s)
         if dist.is_available() and dist.is_initialized():
             self.is_alone = False
-            self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
             with self._others_answer("making a process group", ""):
                 self._group = dist.new_group(
                     backend="gloo", timeout=datetime.timedelta(seconds=self.timeout_s)
@@ -92,12 +94,7 @@ class Agreement:
             raise
         if self._group is not None:
             self._notes = RollCall(default_store(), f"checkfreq/{key}", self.rank, self.world_size)
-        self.watchdog = Watchdog(
-            self.rank,
-            clock or SystemClock(),
-            note=None if self._notes is None else self._notes.doing,
-            others=None if self._notes is None else self._notes.others_doing,
-        )
+            self.watchdog.connect(self._notes.doing, self._notes.others_doing)
         # Its thread must not keep alive what a script has dropped without closing it.
         weakref.finalize(self, self.watchdog.close).atexit = False
         self.watchdog.start()
@@ -140,10 +137,12 @@ class Agreement:
     def region(self, what: str, *, wrap: Wrap | None = None) -> Iterator[None]:
         """Do the body on every rank: `together`, as a ``with`` statement."""
         if self.is_alone:
-            yield
+            with self._at(what):
+                yield
             return
         try:
-            yield
+            with self._at(what):
+                yield
         except BaseException as error:
             if not is_agreed(error):
                 self._meet(self._told(error, what, wrap), error, _no_rule, wrap)
@@ -182,11 +181,13 @@ class Agreement:
             RankLost: a rank did not take part within the timeout.
         """
         if self.is_alone:
-            return rule([work()])
+            with self._at(what):
+                return rule([work()])
         own: BaseException | None = None
         message: _Message
         try:
-            message = (what, pickle.dumps(work()), None)
+            with self._at(what):
+                message = (what, pickle.dumps(work()), None)
         except BaseException as error:
             if is_agreed(error):
                 raise
@@ -293,6 +294,9 @@ class Agreement:
 
     # --- how ---
 
+    def _at(self, what: str) -> contextlib.AbstractContextManager[None]:
+        return self.watchdog.doing(what)
+
     def _told(self, error: BaseException, what: str, wrap: Wrap | None) -> _Message:
         return what, b"", tell(error, self.rank, what, wrap)
 
@@ -313,7 +317,8 @@ class Agreement:
             dist.gather_object(message, everyones, dst=0, group=self._group)
             if everyones is not None:
                 try:
-                    answer[0] = _answer(everyones, rule, result)
+                    with self._at(what):
+                        answer[0] = _answer(everyones, rule, result)
                 except BaseException as error:  # noqa: BLE001  every rank raises it below
                     own = error
                     answer[0] = (b"", tell(error, 0, what, wrap, named=False), False)
@@ -336,7 +341,7 @@ class Agreement:
         if self._lost is not None:
             raise self._lost_again()
         try:
-            if self._notes is None:
+            if self.is_alone:
                 yield
             else:
                 with self.watchdog.doing(f"waiting for the other ranks while {what}", where):

@@ -452,7 +452,8 @@ class Saver:
 
     def _clean_up(self, step: int) -> None:
         try:
-            self._after_publishing(step)
+            with self._agree.doing("removing what is not kept"):
+                self._after_publishing(step)
         except Exception:  # noqa: BLE001  nothing of it concerns the training
             _log.exception("step %d is saved; cleaning up after it failed", step)
 

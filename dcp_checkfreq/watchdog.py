@@ -76,6 +76,10 @@ class Watchdog:
         finally:
             del self._at_work[number]
 
+    def connect(self, note: Callable[[str], None], others: Callable[[], Mapping[int, str]]) -> None:
+        """Name the way to the other ranks, once there is one; see the arguments."""
+        self._note, self._others = note, others
+
     def start(self) -> None:
         """Look now and then, in a thread, until `close`."""
         self._thread = threading.Thread(target=self._watch, name="checkfreq-watch", daemon=True)

@@ -5,8 +5,10 @@ import threading
 
 import pytest
 
+from dcp_checkfreq import Checkpointer
 from dcp_checkfreq.rollcall import RollCall
-from dcp_checkfreq.testing import ManualClock
+from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.testing import ForwardingTier, ManualClock
 from dcp_checkfreq.watchdog import Watchdog
 
 
@@ -82,6 +84,51 @@ def test_others_hear_of_it_and_that_it_is_over(clock, warned):
     dog.look()
     assert notes == ["has been writing b for 60 s", ""]
     assert warned() == ["rank 1 has been writing b for 60 s; rank 2 has been reading x for 99 s"]
+
+
+class Slow(ForwardingTier):
+    """Takes 70 s for some calls."""
+
+    def __init__(self, inner, clock):
+        super().__init__(inner)
+        self.clock, self.slow, self.dog = clock, None, None
+
+    def around(self, verb, name, call):
+        if verb == self.slow:
+            self.clock.advance(70.0)
+            self.dog.look()
+        return call()
+
+
+@pytest.mark.parametrize(
+    ("verb", "told"),
+    [
+        ("list", "choosing a checkpoint"),
+        ("read_into", "reading"),
+        ("write_shard", "writing"),
+        ("sync", "writing"),
+        ("create", "publishing"),
+    ],
+)
+def test_storage_that_does_not_come_back_is_told_in_a_job_of_one_process(
+    tmp_path, clock, warned, verb, told
+):
+    tier = Slow(LocalTier(tmp_path), clock)
+    with Checkpointer(tier, {"x": 1}, every=1, clock=clock) as ckpt:
+        tier.dog = ckpt._agree.watchdog
+        ckpt.restore()
+        ckpt.after_step()
+        ckpt.wait()
+        tier.slow = verb
+        if verb in ("list", "read_into"):
+            ckpt.restore()
+        else:
+            ckpt.after_step()
+            ckpt.wait()
+        tier.slow = None
+    texts = [text for text in warned() if text.startswith(f"rank 0 has been {told}")]
+    assert texts, warned()
+    assert "for 70 s" in texts[0]
 
 
 def test_the_thread_ends_when_it_is_closed(clock):
