@@ -157,7 +157,6 @@ class Checkpointer:
         clock: Clock | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
-        options.check({"timeout_s": options.CHECKPOINTER["timeout_s"]}, locals())
         self._agree = Agreement(timeout_s=timeout_s, clock=self._clock)
         with self._agree.making("a Checkpointer", self._give_back):
             options.check(options.CHECKPOINTER, locals())
