@@ -75,7 +75,9 @@ class Agreement:
         self.rank, self.world_size = 0, 1
         if dist.is_available() and dist.is_initialized():
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        self.watchdog = Watchdog(self.rank, clock or SystemClock())
+        # A clock that is none is refused by whoever was given it, on all ranks together.
+        is_clock = clock is not None and hasattr(clock, "monotonic_s")
+        self.watchdog = Watchdog(self.rank, clock if clock and is_clock else SystemClock())
         self.is_alone = True  # there is no process group
         self.timeout_s, problem = _checked(timeout_s)
         if dist.is_available() and dist.is_initialized():
