@@ -272,7 +272,13 @@ class Restorer:
         folder = self._root.child(name)
 
         def content() -> bytes:
-            return metadata_format.content_of(folder) if local is None else local.content
+            if local is not None:
+                return local.content
+            try:
+                return metadata_format.content_of(folder)
+            except FileNotFoundError:  # another run's retention, say
+                why = "its .metadata was removed since it was found"
+                raise BrokenMetadata(folder.location, why) from None
 
         # Read once for all ranks: on shared file systems others might not see it yet.
         known = self._agree.decide(

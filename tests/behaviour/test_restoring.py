@@ -1,5 +1,6 @@
 """`Checkpointer.restore`: what a run goes on from, and what it refuses."""
 
+import fnmatch
 import logging
 import os
 import shutil
@@ -20,6 +21,7 @@ from dcp_checkfreq import (
     StepsExist,
     find_latest_valid,
 )
+from dcp_checkfreq.testing import ForwardingTier, MemoryTier
 
 
 def test_a_run_that_did_not_ask_is_refused_among_the_steps_of_another(root):
@@ -154,6 +156,33 @@ def test_the_older_checkpoint_is_restored_when_a_digest_fails_during_the_load(tm
     assert torch.equal(state["w"], torch.full((200_000,), 2.0))
     assert state["note"] == "at 2"
     assert "step_00000003" in caplog.text
+
+
+@pytest.mark.parametrize("gone", [".metadata", "*.distcp"])
+def test_a_checkpoint_that_is_removed_between_the_look_and_the_load_is_passed_over(gone, caplog):
+    """Another run's retention comes in between."""
+    inner = MemoryTier()
+    run(inner, 3)
+
+    class Removes(ForwardingTier):
+        looked = 0
+
+        def around(self, verb, name, call):
+            if verb == "read" and name == ".metadata":
+                self.looked += 1
+                if self.looked == 4:  # three for the scan, then that of the load
+                    newest = inner.child("step_00000003")
+                    for entry in newest.list():
+                        if fnmatch.fnmatchcase(entry.name, gone):
+                            newest.delete(entry.name)
+            return call()
+
+    root = Removes(inner)
+    state = counter(-1)
+    with Checkpointer(root, state, every=1) as ckpt:
+        assert ckpt.restore().step == 2
+    assert root.looked > 3
+    assert bool((state["w"] == 2).all())
 
 
 def test_a_run_that_fell_back_saves_the_damaged_step_anew(tmp_path):
