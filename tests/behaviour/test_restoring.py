@@ -1,6 +1,7 @@
 """`Checkpointer.restore`: what a run goes on from, and what it refuses."""
 
 import fnmatch
+import itertools
 import logging
 import os
 import shutil
@@ -159,30 +160,37 @@ def test_the_older_checkpoint_is_restored_when_a_digest_fails_during_the_load(tm
 
 
 @pytest.mark.parametrize("gone", [".metadata", "*.distcp"])
-def test_a_checkpoint_that_is_removed_between_the_look_and_the_load_is_passed_over(gone, caplog):
-    """Another run's retention comes in between."""
-    inner = MemoryTier()
-    run(inner, 3)
+def test_a_checkpoint_that_is_removed_while_a_run_restores_is_passed_over(gone):
+    """Another run's retention comes in between, at any of the calls to the storage."""
+    trained = MemoryTier()
+    run(trained, 3)
 
     class Removes(ForwardingTier):
-        looked = 0
+        def __init__(self, inner, at):
+            super().__init__(inner)
+            self.at, self.calls = at, 0
 
         def around(self, verb, name, call):
-            if verb == "read" and name == ".metadata":
-                self.looked += 1
-                if self.looked == 4:  # three for the scan, then that of the load
-                    newest = inner.child("step_00000003")
-                    for entry in newest.list():
-                        if fnmatch.fnmatchcase(entry.name, gone):
-                            newest.delete(entry.name)
+            self.calls += 1
+            if self.calls == self.at:
+                newest = self.inner.child("step_00000003")
+                for entry in newest.list():
+                    if fnmatch.fnmatchcase(entry.name, gone):
+                        newest.delete(entry.name)
             return call()
 
-    root = Removes(inner)
-    state = counter(-1)
-    with Checkpointer(root, state, every=1) as ckpt:
-        assert ckpt.restore().step == 2
-    assert root.looked > 3
-    assert bool((state["w"] == 2).all())
+    restored = []
+    for at in itertools.count(1):
+        root = Removes(MemoryTier.holding(trained.files()), at)
+        state = counter(-1)
+        with Checkpointer(root, state, every=1, preempt_signals=()) as ckpt:
+            before = root.calls
+            restored.append(ckpt.restore().step)
+            assert bool((state["w"] == restored[-1]).all())
+            if root.calls < at:
+                break
+    assert set(restored) == {2, 3}
+    assert at > before + 5
 
 
 def test_a_run_that_fell_back_saves_the_damaged_step_anew(tmp_path):
