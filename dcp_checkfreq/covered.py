@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.tensor import DTensor
@@ -83,12 +84,20 @@ def _missing(key: str, size: Any, boxes: list[Any], where: str) -> int:
 
 
 def _size_of_target(planner: LoadPlanner, item: ReadItem) -> torch.Size | None:
-    """Return the size of the part of a tensor that an item goes to a part of."""
+    """Return the size of the part of a tensor that an item goes to a part of.
+
+    None if it is not known: a planner that says itself where an item goes may want parts only.
+    """
     look_up = getattr(planner, "lookup_tensor", None)
-    if look_up is None:
+    if look_up is None or _resolves(planner) is not _resolves(DefaultLoadPlanner):
         return None
     target = look_up(item.dest_index)
     return target.shape if isinstance(target, torch.Tensor) else None
+
+
+def _resolves(planner: Any) -> object:
+    method = getattr(planner, "resolve_tensor", None)
+    return getattr(method, "__func__", method)
 
 
 def _elements_here(value: torch.Tensor) -> int:

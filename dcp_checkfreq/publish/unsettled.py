@@ -73,7 +73,8 @@ def _take_back(attempt: SaveAttempt) -> None:
     doomed = [e.name for e in entries if names.parse_shard(e.name) and e.name not in named]
     for name in doomed:
         folder.delete(name)
+    if not doomed:
+        return
     if len(doomed) == len(entries):
         folder.remove()
-    if doomed:
-        _log.info("%s: removed %d files of a failed save", folder.location, len(doomed))
+    _log.info("%s: removed %d files of a failed save", folder.location, len(doomed))

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verdict import Kill, Killed, Launch, Outcome, StepRecord
+from verdict import ALL_RANKS, Kill, Killed, Launch, Outcome, StepRecord
 
 HERE = Path(__file__).resolve().parent
 POLL_S = 0.001
@@ -109,7 +109,8 @@ def after_death(root: Path, unfinished: Unfinished, kill: Kill) -> Killed:
     left = [path for path in step_folder.iterdir() if path.name in unfinished.files]
     return Killed(
         saving_step=unfinished.step,
-        victim="all ranks" if kill.victim is None else f"rank {kill.victim}",
+        victim=ALL_RANKS if kill.victim is None else f"rank {kill.victim}",
+        files_seen=len(unfinished.files),
         files_left=len(left),
         bytes_left=sum(size_bytes(path) for path in left),
         published=(step_folder / ".metadata").exists(),

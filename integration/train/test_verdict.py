@@ -34,7 +34,7 @@ def outcome(first: int, last: int, *, killed_in: int | None = None) -> Outcome:
         newest_whole=first - 1 or None,
         restore_s=0.1,
         last_step=last,
-        killed=Killed(killed_in, "all ranks", 2, 100, False) if killed_in else None,
+        killed=Killed(killed_in, "all ranks", 2, 2, 100, False) if killed_in else None,
         wall_s=1.0,
         steps={step: record(step) for step in range(first, last + 1)},
         finish=None if killed_in else ended,
@@ -100,6 +100,16 @@ def test_a_kill_that_came_after_the_commit_is_found() -> None:
     assert run.outcomes[0].killed is not None
     run.outcomes[0].killed = replace(run.outcomes[0].killed, published=True)
     assert broken(run) == ["kill -9 of all ranks came during the save of step 4"]
+
+
+def test_of_a_kill_of_all_ranks_the_shards_stay_and_of_one_rank_they_need_not() -> None:
+    for victim, found in (("all ranks", True), ("rank 1", False)):
+        run = killed()
+        assert run.outcomes[0].killed is not None
+        run.outcomes[0].killed = replace(run.outcomes[0].killed, victim=victim, files_left=0)
+        assert bool(broken(run)) is found
+        run.outcomes[0].killed = replace(run.outcomes[0].killed, files_seen=0)
+        assert broken(run)
 
 
 def test_a_resume_from_an_older_step_than_the_newest_whole_one_is_found() -> None:

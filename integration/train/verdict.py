@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 LOSS_TOLERANCE = 1e-4
+ALL_RANKS = "all ranks"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +31,8 @@ class Plan:
 class Killed:
     saving_step: int  # the step whose save was in flight
     victim: str
-    files_left: int  # shard files of it on storage after the death
+    files_seen: int  # shard files of it on storage at the kill
+    files_left: int  # of these, after the death: ranks that live on take theirs back
     bytes_left: int
     published: bool  # `.metadata` is there after all: the kill came too late
 
@@ -102,8 +104,11 @@ def check_run(run: Run, *, steps: int, batch: int, samples: int) -> list[Check]:
         checks.append(
             Check(
                 f"kill -9 of {killed.victim} came during the save of step {killed.saving_step}",
-                killed.files_left > 0 and not killed.published,
-                f"shard files left: {killed.files_left}, {killed.bytes_left / 1e6:.1f} MB, "
+                killed.files_seen > 0
+                and (killed.files_left > 0 or killed.victim != ALL_RANKS)
+                and not killed.published,
+                f"shard files: {killed.files_seen}, left: {killed.files_left}, "
+                f"{killed.bytes_left / 1e6:.1f} MB, "
                 + ("and .metadata" if killed.published else "no .metadata"),
             )
         )
