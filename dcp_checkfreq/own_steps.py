@@ -8,7 +8,7 @@ from collections import deque
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.errors import StepsExist, WriteFailed
+from dcp_checkfreq.errors import SaveFailed, StepsExist, WriteFailed
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
 from dcp_checkfreq.leaving import open_at
@@ -101,11 +101,34 @@ class OwnSteps:
             lineage=self._lineage,
             uploads_later=True,
             may_replace=functools.partial(self._is_replaceable, step, self._lineage),
-            check_root=functools.partial(self._watch.check, self._lineage, step),
+            check_root=functools.partial(self._check_root, self._lineage, step),
             clock=self._clock,
         )
         self._writers.append((step, writer))
         return writer
+
+    def _check_root(self, lineage: Lineage, step: int) -> None:
+        """Make sure that a save of ``step`` would be found again, and touches nothing else.
+
+        Raises:
+            SaveFailed: it would not, or it would.
+        """
+        self._watch.check(lineage, step)
+        name = names.step_folder(step)
+        if name not in self._watch.links:
+            return
+        where = f"{self._root.location}/{name}"
+        if not self._is_replaceable(step, lineage):
+            raise SaveFailed(
+                where,
+                "it is a link, and what it leads to is not this run's to change. Remove the link",
+            )
+        _log.warning("%s is a link: it is removed, what it leads to stays as it is", where)
+        try:
+            self._root.delete(name)
+            self._root.sync()
+        except OSError as error:
+            raise WriteFailed(where, f"the link cannot be removed: {error}") from error
 
     def _refuse_foreign_steps(self) -> None:
         records = scan(self._root)

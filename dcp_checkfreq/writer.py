@@ -39,6 +39,7 @@ from dcp_checkfreq.format import index, names
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.format.envelope import Envelopes
+from dcp_checkfreq.format.texts import plain
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.publish.assemble import assemble
 from dcp_checkfreq.publish.attempt import SaveAttempt, new_attempt
@@ -188,7 +189,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         """Name the checkpoint and the attempt for DCP's logs and metadata."""
         # DCP's first call in the thread that saves: if it dies now, this is all that is known.
         self._stager.handed_to(threading.current_thread())
-        return StorageMeta(checkpoint_id=self._tier.location, save_id=self._attempt.id)
+        return StorageMeta(checkpoint_id=plain(self._tier.location), save_id=self._attempt.id)
 
     @property
     def save_id(self) -> str:

@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_checkfreq.format import stand_ins as made
 from dcp_checkfreq.format.names import is_file_name
 from dcp_checkfreq.format.opcodes import DICT_MARK, OddPickle
-from dcp_checkfreq.format.texts import is_text, shown
+from dcp_checkfreq.format.texts import is_text, plain, shown
 from dcp_checkfreq.format.torch_private import MemoryFormat, StorageInfo
 
 LARGEST = 1 << 62  # no file, tensor or offset is larger; sums of two still fit 64 bits
@@ -359,6 +359,8 @@ def _storage_meta(thing: Any) -> StorageMeta:
         value = fields.get(name)
         if type(value) is made.MadePath:
             value = _path(value)
+        if isinstance(value, str):
+            value = plain(value)  # of a root whose name is not UTF-8, say; it is only shown
         if value is not None and not (is_text(value) and len(value) <= _LONGEST_PATH):
             raise OddPickle(f"{shown(value)} is where the {name} should be")
         setattr(meta, name, value)

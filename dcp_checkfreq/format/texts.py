@@ -23,6 +23,14 @@ def clipped(text: str, longest: int = _LONGEST) -> str:
     return text if len(text) <= longest else text[:longest] + "..."
 
 
+def plain(text: str) -> str:
+    """Return a text that files and messages can hold: halves of surrogate pairs are spelled out.
+
+    Names of files that are not UTF-8 have them (`os.fsdecode`).
+    """
+    return text.encode(errors="backslashreplace").decode()
+
+
 def is_text(value: object) -> bool:
     """Tell whether a value is a text that files, logs and messages can hold."""
     if not isinstance(value, str):

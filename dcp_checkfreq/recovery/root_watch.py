@@ -49,6 +49,7 @@ class RootWatch:
         self._root_id: str | None = None
         self._seen: dict[str, _Seen] = {}
         self._looks = 0
+        self.links: frozenset[str] = frozenset()  # steps that were links at the last look
 
     def begin(self, root_id: str | None, records: Iterable[StepRecord]) -> None:
         """Start anew with what a scan has found just now. Touches nothing."""
@@ -98,11 +99,13 @@ class RootWatch:
 
     def _look(self) -> list[StepRecord]:
         self._looks += 1
+        entries = self._root.list()
         folders = {
             entry.name: (step, entry.modified_s)
-            for entry in self._root.list()
+            for entry in entries
             if entry.is_folder and (step := names.parse_step(entry.name)) is not None
         }
+        self.links = frozenset(entry.name for entry in entries if entry.is_link)
         self._seen = {
             name: seen
             if seen.folder_modified_s is not None

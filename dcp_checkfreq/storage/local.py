@@ -9,6 +9,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator
 
 from dcp_checkfreq.errors import BadLocation
+from dcp_checkfreq.format import names
 from dcp_checkfreq.storage import engines
 from dcp_checkfreq.storage.abilities import (
     REFUSALS_OF_FOLDERS,
@@ -64,9 +65,17 @@ class LocalTier:
         return os.path.join(self._path, name)
 
     def make(self) -> None:
-        """Make the folder and its parents, each durable in its own parent."""
+        """Make the folder and its parents, each durable in its own parent.
+
+        What a run notes about itself goes into a folder of the root itself, never through a link:
+        what that leads to may be another run's.
+        """
         missing = []
         path = self._path
+        if os.path.basename(path) == names.RUN_FOLDER and os.path.islink(path):
+            raise NotADirectoryError(
+                errno.ENOTDIR, "is a link to somewhere else, which is left alone", path
+            )
         while not os.path.isdir(path):
             missing.append(path)
             parent = os.path.dirname(path)

@@ -1,12 +1,13 @@
 """Retention deletes what this run published, while what it keeps is whole, and nothing else."""
 
+import os
 import shutil
 
 import pytest
 from behaviour_tools import files_in
 from checkpointer_tools import counter, run, steps_on
 
-from dcp_checkfreq import Checkpointer, find_latest_valid
+from dcp_checkfreq import Checkpointer, SaveFailed, find_latest_valid
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.recovery.clean import clean_root
@@ -175,3 +176,58 @@ def test_a_file_that_only_the_record_names_belongs_to_the_checkpoint(tmp_path):
     clean_root(LocalTier(tmp_path), now_s=MUCH_LATER_S * 3)
     assert spare in files_in(tmp_path / "step_00000001")
     assert find_latest_valid(tmp_path, depth="digest").step == 1
+
+
+def test_a_step_that_is_a_link_and_was_left_behind_is_saved_anew_beside_what_it_leads_to(tmp_path):
+    root, archive = tmp_path / "run", tmp_path / "archive"
+    run(root, 3)
+    shutil.move(root / "step_00000003", archive)
+    (root / "step_00000003").symlink_to(archive)
+    before = {name: (archive / name).read_bytes() for name in files_in(archive)}
+    with Training(root, keep_last=9) as training:
+        training.ckpt.restore(step=2)
+        training.step()
+        assert training.ckpt.last_saved_step == 3
+    assert {name: (archive / name).read_bytes() for name in files_in(archive)} == before
+    assert not (root / "step_00000003").is_symlink()
+    assert find_latest_valid(root, depth="digest").step == 3
+
+
+def test_nothing_is_written_through_a_link_to_what_is_not_this_runs(tmp_path):
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (elsewhere / "precious").write_text("x")
+    root = tmp_path / "run"
+    with Training(root, on_error="raise") as training:
+        training.step(1)
+        (root / "step_00000002").symlink_to(elsewhere)
+        with pytest.raises(SaveFailed, match="it is a link"):
+            training.step(1)
+        training.step(1)
+    assert files_in(elsewhere) == ["precious"]
+    assert find_latest_valid(root).step == 3
+
+
+def test_a_run_folder_that_is_a_link_is_left_alone_and_the_root_can_be_restored(tmp_path):
+    run(tmp_path / "run", 2)
+    other = tmp_path / "other"
+    shutil.move(tmp_path / "run" / ".checkfreq", other)
+    for name in ("lease.json", "root-id"):
+        (other / name).write_text("another run's")
+    (tmp_path / "run" / ".checkfreq").symlink_to(other)
+    before = {name: (other / name).read_bytes() for name in files_in(other)}
+    with Training(tmp_path / "run", on_error="raise") as training:
+        assert training.ckpt.last_saved_step == 2
+        with pytest.raises(SaveFailed, match="is a link"):
+            training.step(1)
+    assert {name: (other / name).read_bytes() for name in files_in(other)} == before
+
+
+def test_a_root_whose_name_is_not_utf_8_can_be_restored(tmp_path):
+    root = os.path.join(tmp_path, os.fsdecode(b"run \xff\xfe"))
+    run(root, 2)
+    assert find_latest_valid(root, depth="digest").step == 2
+    state = counter()
+    with Checkpointer(root, state, preempt_signals=()) as ckpt:
+        assert ckpt.restore().step == 2
+    assert bool((state["w"] == 2).all())
