@@ -79,6 +79,7 @@ class _Registry:
         self._old: dict[int, Any] = {}  # what was there first
         self._listeners: dict[int, tuple[Signals, ...]] = {}
         self._pipe: tuple[int, int] | None = None
+        self._pipe_is = (0, 0)  # device and inode
         self._given_up: frozenset[int] = frozenset()
 
     def has(self, signum: int) -> bool:
@@ -137,7 +138,8 @@ class _Registry:
             if present not in (pipe[1], -1):
                 signal.set_wakeup_fd(present)
             for end in pipe:
-                os.close(end)
+                if self._is_ours(end):
+                    os.close(end)
 
     def give_up(self, signum: int) -> Any:
         """Let the next such signal do what it did before, whoever listens; return its handler."""
@@ -147,7 +149,7 @@ class _Registry:
     def look(self) -> None:
         """Read the pipe, and tell who listens. On any thread."""
         pipe = self._pipe
-        if pipe is None:
+        if pipe is None or not self._is_ours(pipe[0]):
             return
         try:
             came = os.read(pipe[0], 4096)
@@ -175,8 +177,18 @@ class _Registry:
         for signum in list(self._old):
             self.give_back(signum)
 
+    def _is_ours(self, fd: int) -> bool:
+        """Tell whether a descriptor is still the pipe: others may have closed it and taken it."""
+        try:
+            info = os.fstat(fd)
+        except OSError:
+            return False
+        return (info.st_dev, info.st_ino) == self._pipe_is
+
     def _open_pipe(self) -> None:
         pipe = os.pipe()
+        info = os.fstat(pipe[0])  # that of both ends
+        self._pipe_is = info.st_dev, info.st_ino
         for end in pipe:
             os.set_blocking(end, False)
         present = signal.set_wakeup_fd(pipe[1], warn_on_full_buffer=False)

@@ -4,6 +4,8 @@ import gc
 import json
 import logging
 import signal
+import subprocess
+import sys
 import threading
 import weakref
 
@@ -248,3 +250,38 @@ def test_a_second_one_on_the_same_root_says_so(tmp_path, caplog):
         caplog.clear()
     with Checkpointer(tmp_path / "a", {"x": 1}):
         assert "another Checkpointer" not in caplog.text
+
+
+CLOSES_ALL = """
+import os, sys, time
+import torch
+from dcp_checkfreq import Checkpointer
+
+ckpt = Checkpointer(sys.argv[1] + "/run", {"w": torch.zeros(3)}, every=1000)
+ckpt.restore()
+ckpt.after_step()  # the watch begins
+for fd in range(3, 100):  # what daemons do
+    try:
+        os.close(fd)
+    except OSError:
+        pass
+path = sys.argv[1] + "/users"
+open(path, "wb").write(b"x" * 1000)
+users = [os.open(path, os.O_RDWR) for _ in range(40)]  # the pipe's numbers are among them
+time.sleep(1)  # the watch has looked
+ckpt.close()
+assert [os.lseek(fd, 0, os.SEEK_CUR) for fd in users] == [0] * 40, "somebody has read from them"
+for fd in users:
+    os.close(fd)  # and nobody has closed them
+"""
+
+
+def test_files_of_the_user_that_have_taken_the_numbers_of_closed_ones_are_let_be(tmp_path):
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", CLOSES_ALL, str(tmp_path)],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
