@@ -21,7 +21,6 @@ from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.dropped import Holdings
 from dcp_checkfreq.errors import (
-    CheckFreqError,
     RankLost,
     SaveFailed,
     SnapshotFailed,
@@ -30,6 +29,7 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.gate import Gate, next_step
 from dcp_checkfreq.leaving import close_at_exit
 from dcp_checkfreq.local_copies import LocalCopies
+from dcp_checkfreq.outcome import report
 from dcp_checkfreq.own_steps import OwnSteps, place_of
 from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, facts_of, tuned_pacer
 from dcp_checkfreq.planner import CheckFreqSavePlanner
@@ -48,6 +48,7 @@ from dcp_checkfreq.stopping import Job, Stopping
 from dcp_checkfreq.storage.lengths import check_root_lengths
 from dcp_checkfreq.storage.open import Location, open_tier
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_root
+from dcp_checkfreq.told import text_of
 
 _log = logging.getLogger(__name__)
 
@@ -299,6 +300,7 @@ class Checkpointer:
             LoadFailed: the checkpoint does not fit the state; see the subclasses.
         """
         options.check(options.RESTORE, locals())
+        self._check_open()
         self.wait()
         with contextlib.suppress(SnapshotFailed):  # reported with its save
             self._guard.wait()
@@ -330,6 +332,7 @@ class Checkpointer:
             SystemExit: after a signal, once the last save is published; see ``preempt_signals``.
         """
         options.check(options.AFTER_STEP, locals())
+        self._check_open()
         done = next_step(self.step, step)
         self._times.entered()
         self._stopping.watch(self)
@@ -399,8 +402,7 @@ class Checkpointer:
     # --- saving ---
 
     def _save(self, begun_s: float) -> None:
-        if self._closed:
-            raise SaveFailed(self._root.location, "this Checkpointer is closed")
+        self._check_open()
         if self.last_saved_step == self.step:
             return
         step = self.step
@@ -466,7 +468,7 @@ class Checkpointer:
             raise TooManyFailures(
                 self._root.location,
                 f"the last {self.failures_in_a_row} saves failed; last published step: "
-                f"{self.last_saved_step}; last error: {error}",
+                f"{self.last_saved_step}; last error: {text_of(error)}",
             ) from error
 
     def _remember(self, ended: Ended) -> None:
@@ -483,7 +485,7 @@ class Checkpointer:
                 copy_s=measured.copy_s,
                 persist_s=measured.persist_s,
                 overhead=None if ended.decision is None else ended.decision.overhead_seen,
-                error=None if ended.error is None else str(ended.error),
+                error=None if ended.error is None else text_of(ended.error),
             )
         )
 
@@ -529,6 +531,10 @@ class Checkpointer:
         finally:
             self._holdings.close()
 
+    def _check_open(self) -> None:
+        if self._closed:
+            raise SaveFailed(self._root.location, "this Checkpointer is closed")
+
     def _give_back(self) -> None:
         """Undo a constructor that has failed, on this rank or another."""
         if hasattr(self, "_guard"):
@@ -545,10 +551,11 @@ class Checkpointer:
     ) -> None:
         try:
             self.close()
-        except CheckFreqError as failed:
+        except Exception as failed:
             if error is None:
                 raise
-            _log.error("while leaving because of another error: %s", failed)
+            # Of whatever class it is, the user's own error must come out.
+            report(_log.error, "while leaving because of another error: %s", text_of(failed))
 
 
 def _told(save: SaveRecord) -> str:

@@ -31,6 +31,7 @@ from dcp_checkfreq.errors import (
 )
 from dcp_checkfreq.gate import Gate
 from dcp_checkfreq.leaving import lost, watch
+from dcp_checkfreq.outcome import outcome_of, report
 from dcp_checkfreq.planner import CheckFreqSavePlanner, FailingSavePlanner
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.tuner import Decision
@@ -38,7 +39,7 @@ from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
 from dcp_checkfreq.snapshot.survey import Piece, Structure, Survey
 from dcp_checkfreq.switching import quick_switching
-from dcp_checkfreq.told import Told, tell
+from dcp_checkfreq.told import Told, tell, text_of
 from dcp_checkfreq.uploading import upload_and_publish
 from dcp_checkfreq.writer import CheckFreqWriter
 
@@ -425,37 +426,28 @@ class Saver:
             self._work_and_meet(job, work)
 
     def _work_and_meet(self, job: _Job, work: Callable[[], None]) -> None:
-        error: BaseException | None = None
-        try:
-            work()
-        except BaseException as failed:  # noqa: BLE001  every rank hears of it below
-            error = failed
+        # Whatever raises before the meeting is part of the outcome: the other ranks wait there.
+        error = outcome_of(work, *_gives_back(job))
+        if error is None and self._agree.rank == 0:  # it begins when this is through
+            error = outcome_of(lambda: self._begin_cleaning(job.step))
+        if error is not None:
             job.measured.failed = True
             # Now, not only when the loop comes to ask: it may never come.
-            _log.error("step %d was not saved: %s", job.step, error)
-        finally:
-            if isinstance(job, _Save):
-                self._give_back(job)
-        if error is None and self._agree.rank == 0:  # it begins when this is through
-            self._cleaning = self._crew.start(functools.partial(self._clean_up, job.step))
+            report(_log.error, "step %d was not saved: %s", job.step, text_of(error))
         try:
             self._meet(job, error)
         except BaseException as failed:  # noqa: BLE001
             job.ended = Ended(job.step, 0, error or failed, None)
 
-    def _give_back(self, job: _Save) -> None:
-        """Let go of all that the save held, however it has ended."""
-        job.writer.close()
-        job.planner.let_go()
-        if job.snapshot is not None:
-            job.snapshot.end()
+    def _begin_cleaning(self, step: int) -> None:
+        self._cleaning = self._crew.start(functools.partial(self._clean_up, step))
 
     def _clean_up(self, step: int) -> None:
         try:
             with self._agree.doing("removing what is not kept"):
                 self._after_publishing(step)
         except Exception:  # noqa: BLE001  nothing of it concerns the training
-            _log.exception("step %d is saved; cleaning up after it failed", step)
+            report(_log.exception, "step %d is saved; cleaning up after it failed", step)
 
     def _write_and_publish(self, job: _Save) -> None:
         planner, measured = job.planner, job.measured
@@ -537,7 +529,7 @@ class Saver:
             try:
                 return _Said(told, job.facts and job.facts(), knows=True)
             except Exception as failed:  # noqa: BLE001  all ranks hear of it
-                _log.exception("step %d: what it cost cannot be told", job.step)
+                report(_log.exception, "step %d: what it cost cannot be told", job.step)
                 own_errors.append(failed)
                 doing = "telling what a save cost"
                 return _Said(told or tell(failed, self._agree.rank, doing), None, knows=False)
@@ -550,7 +542,7 @@ class Saver:
                 return told, self._decide(job.step, [said.facts for said in ranks])
             except Exception as failed:  # noqa: BLE001  all ranks hear of it
                 # Told like a failed save, so that all ranks hear of it at the same step.
-                _log.exception("step %d: when to save next could not be decided", job.step)
+                report(_log.exception, "step %d: when to save next could not be decided", job.step)
                 own_errors.append(failed)
                 return told or tell(failed, 0, "deciding when to save next", named=False), None
 
@@ -577,6 +569,14 @@ def _all_ready(ranks: list[_Ready]) -> bool:
     if len(steps) > 1:
         raise SaveFailed(f"step {steps[0]}", f"the ranks are saving different steps: {steps}")
     return all(ready.plan_fits for ready in ranks)
+
+
+def _gives_back(job: _Job) -> list[Callable[[], None]]:
+    """Return what lets go of all that a save has held, however it has ended."""
+    if not isinstance(job, _Save):
+        return []
+    ends = [] if job.snapshot is None else [job.snapshot.end]
+    return [job.writer.close, job.planner.let_go, *ends]
 
 
 def _save_failed(step: int) -> Callable[[str], SaveFailed]:

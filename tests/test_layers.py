@@ -41,6 +41,7 @@ LEVELS = {
     "data/order": 1,
     "data/position": 1,
     "data/flocks": 2,
+    "outcome": 2,
     "storage": 2,
     "format": 2,
     "shards": 2,
