@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import errno
+import logging
 import os
 import random
 import signal
@@ -468,6 +469,36 @@ def too_many_failures_at_one_step(shared):
     answer.append(caught(ckpt.close))
     answer.append(find_latest_valid(root, depth="digest").step)
     return answer
+
+
+class BreaksOnce(logging.Handler):
+    error = ConnectionError("log server")
+
+    def emit(self, record):
+        error, self.error = self.error, None
+        if error is not None:
+            raise error
+
+
+@job
+def a_log_handler_raises_on_one_rank(shared):
+    """A save fails on all ranks, and on rank 1 the handler of its error, too."""
+    root, log = LocalTier(shared / "handler"), logging.getLogger("dcp_checkfreq.saving")
+    handler = BreaksOnce(logging.ERROR)
+    fault = [Fault(verb="write_shard", error=errno.EIO)]
+    tier = FaultyTier(root, fault if dist.get_rank() == 0 else [])
+    if dist.get_rank() == 1:
+        log.addHandler(handler)
+    try:
+        own = {"part": PerRank(torch.ones(5000))}
+        with Checkpointer(tier, own, every=1, max_failures=9, timeout_s=30) as ckpt:
+            for _ in range(3):
+                ckpt.after_step()
+                ckpt.wait()
+    finally:
+        log.removeHandler(handler)
+    failed = [save.step for save in ckpt.history if save.error]
+    return [failed, ckpt.last_saved_step, handler.error is None]
 
 
 # --- ranks that hang or die ---

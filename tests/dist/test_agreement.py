@@ -22,6 +22,7 @@ ON_FOUR = [
     "errors_reach_all_ranks_at_one_step",
     "a_failed_decision_at_one_step",
     "too_many_failures_at_one_step",
+    "a_log_handler_raises_on_one_rank",
     "ranks_agree_beside_collectives",
     "ranks_agree_without_collectives",
     "ranks_agree_whatever_their_clocks_say",
@@ -206,6 +207,12 @@ def test_the_exit_code_of_a_run_whose_last_save_failed_tells(tmp_path):
     failed = run(2)
     assert failed.returncode != 0
     assert "No space left" in failed.stderr
+
+
+def test_a_log_handler_that_raises_on_one_rank_leaves_no_other_alone(four):
+    answers = values(four["a_log_handler_raises_on_one_rank"])
+    assert [answer[:2] for answer in answers] == [[[1], 3]] * 4
+    assert [raised for _, _, raised in answers] == [False, True, False, False]
 
 
 # --- ranks that are gone ---
