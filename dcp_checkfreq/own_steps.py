@@ -17,7 +17,7 @@ from dcp_checkfreq.recovery.choose import Choice
 from dcp_checkfreq.recovery.clean import KnownSteps, delete_step
 from dcp_checkfreq.recovery.kept import Kept, problem_of
 from dcp_checkfreq.recovery.plan import leaves
-from dcp_checkfreq.recovery.root_id import id_of_root
+from dcp_checkfreq.recovery.root_id import readable_id_of_root
 from dcp_checkfreq.recovery.root_watch import RootWatch
 from dcp_checkfreq.recovery.scan import examine, scan
 from dcp_checkfreq.storage.tier import Tier
@@ -132,7 +132,7 @@ class OwnSteps:
 
     def _refuse_foreign_steps(self) -> None:
         records = scan(self._root)
-        self._watch.begin(id_of_root(self._root), records)
+        self._watch.begin(readable_id_of_root(self._root), records)
         whole = sorted(record.step for record in records if record.problem is None)
         if whole:
             raise StepsExist(

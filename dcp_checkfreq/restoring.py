@@ -28,7 +28,7 @@ from dcp_checkfreq.recovery.choose import (
     choose_step,
 )
 from dcp_checkfreq.recovery.clean import clean_root
-from dcp_checkfreq.recovery.lease import LeaseFile
+from dcp_checkfreq.recovery.lease import LeaseFile, RunLease
 from dcp_checkfreq.recovery.root_id import make_root_id
 from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.recovery.unfinished import Unfinished
@@ -88,6 +88,7 @@ class Restorer:
         self._share_reads = share_reads
         self._threads = threads
         self._allow_pickle = allow_pickle
+        self._beside: RunLease | None = None  # another run that may be at work there; on rank 0
         self.bytes_read = self.bytes_received = 0  # of the last load
 
     def run(
@@ -159,6 +160,12 @@ class Restorer:
         if as_asked:
             left = f"steps {steps} are left behind" if steps else "no checkpoint is there"
             _log.info("%s: a fresh start, as asked; %s", self._root.location, left)
+        elif self._beside is not None:
+            _log.warning(
+                "%s: no checkpoint is there: a fresh start, although run %s on %s (pid %d) may "
+                "still be at work there. Of two runs in one root only one history counts: stop one",
+                *(self._root.location, self._beside.run_id, self._beside.host, self._beside.pid),
+            )
         else:
             _log.info("%s: no checkpoint is there: a fresh start", self._root.location)
 
@@ -228,8 +235,9 @@ class Restorer:
 
     def _clean_up(self, spared: frozenset[str]) -> None:
         """Take the lease and remove leftovers. A storage that cannot be written to can be read."""
+        self._beside = None
         try:
-            holder = self._lease.held_by_other()
+            holder = self._beside = self._lease.held_by_other()
             if holder is not None:
                 _log.warning(
                     "%s: run %s on %s (pid %d) may still be at work there; nothing is cleaned up",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dcp_checkfreq.errors import NoValidCheckpoint, StepNotFound
 from dcp_checkfreq.format.index import Lineage
 from dcp_checkfreq.recovery.plan import StepRecord, begin_history, line_of, rank
-from dcp_checkfreq.recovery.root_id import id_of_root
+from dcp_checkfreq.recovery.root_id import readable_id_of_root
 from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole, scan_with
 from dcp_checkfreq.storage.tier import Tier
 
@@ -111,4 +111,4 @@ def _begin(
 ) -> Choice:
     lineage = begin_history(new.run_id, resumed, records, new.others)
     kept = {r.step: r for r in line_of(lineage, records) if r.name not in without}
-    return Choice(resumed, lineage, passed_over, kept, records, id_of_root(root))
+    return Choice(resumed, lineage, passed_over, kept, records, readable_id_of_root(root))

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import logging
 import re
 import uuid
 
 from dcp_checkfreq.format import names
 from dcp_checkfreq.storage.staging_area import read_root_id
 from dcp_checkfreq.storage.tier import Tier
+
+_log = logging.getLogger(__name__)
 
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
 
@@ -20,6 +23,18 @@ def id_of_root(root: Tier) -> str | None:
     """
     text = read_root_id(root.child(names.RUN_FOLDER))
     return text if text is not None and _ID.fullmatch(text) else None
+
+
+def readable_id_of_root(root: Tier) -> str | None:
+    """`id_of_root`, but an id that cannot be read is none: reading does not depend on it.
+
+    A save asks for the id itself, and fails where it cannot be read.
+    """
+    try:
+        return id_of_root(root)
+    except OSError as error:
+        _log.warning("%s: its id cannot be read: %s", root.location, error)
+        return None
 
 
 def make_root_id(root: Tier, wanted: str | None = None) -> str:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import errno
+from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from typing import Literal
@@ -21,6 +22,8 @@ from dcp_checkfreq.storage.tier import Entry, Tier
 
 Depth = Literal["size", "digest"]
 
+_ROUNDS = 10  # listings of one scan: bounds what a root costs that never stands still
+
 
 class _Nowhere:
     """A target for bytes that are only checked."""
@@ -35,26 +38,70 @@ def scan(root: Tier) -> list[StepRecord]:
     Whole means here: ``.metadata`` is readable and every file that it names has its exact size
     (stock checkpoints: is long enough for what is in it). No payload is read.
 
+    Another run may be at work there, and remove old steps while they are looked at. So where
+    anything but whole steps was found the root is listed once more, and what is new is looked at,
+    until nothing is new; if nothing is whole, until nothing has changed for two rounds.
+
     Raises:
-        OSError: the storage failed, and no whole step was found.
+        OSError: the storage failed, or never stood still, and no whole step was found.
     """
-    records: list[StepRecord] = []
-    unreadable: list[OSError] = []
-    for entry in root.list():
-        step = names.parse_step(entry.name)
-        if step is None or not entry.is_folder:
-            continue
+    records: dict[str, StepRecord] = {}
+    unreadable: dict[str, OSError] = {}
+    folders = _step_folders(root)
+    unchanged = 0
+    for _ in range(_ROUNDS):
+        has_whole = _has_whole(records)
+        for name, step in folders.items():
+            if name in records and (has_whole or records[name].problem is None):
+                continue
+            unreadable.pop(name, None)
+            try:
+                records[name] = examine(root.child(name), name, step)
+            except OSError as error:
+                unreadable[name] = error
+                problem = f"not readable: {error}"
+                records[name] = StepRecord(name=name, step=step, problem=problem)
+        if records and all(record.problem is None for record in records.values()):
+            break  # the usual case: one listing is enough
         try:
-            records.append(examine(root.child(entry.name), entry.name, step))
-        except OSError as error:
-            unreadable.append(error)
-            problem = f"not readable: {error}"
-            records.append(StepRecord(name=entry.name, step=step, problem=problem))
+            later = _step_folders(root)
+        except OSError:
+            if _has_whole(records):
+                break
+            raise
+        records = {name: record for name, record in records.items() if name in later}
+        unchanged = unchanged + 1 if later == folders else 0
+        # What has become whole since it was looked at would be found by the second look.
+        needed = 2 if records else 1
+        if later.keys() <= records.keys() and (_has_whole(records) or unchanged >= needed):
+            break
+        folders = later
+    else:
+        if not _has_whole(records):
+            raise OSError(
+                errno.EBUSY,
+                "its steps come and go faster than they can be looked at: another run saves there",
+                root.location,
+            )
     # A bad sector in one step must not hide the others, but a storage that answers nothing but
     # errors must not look like a root without checkpoints.
-    if unreadable and all(record.problem for record in records):
-        raise unreadable[0]
-    return records
+    failures = [error for name, error in unreadable.items() if name in records]
+    if failures and not _has_whole(records):
+        raise failures[0]
+    return list(records.values())
+
+
+def _step_folders(root: Tier) -> dict[str, int]:
+    """Return the steps by the names of their folders."""
+    return {
+        entry.name: step
+        for entry in root.list()
+        if entry.is_folder and (step := names.parse_step(entry.name)) is not None
+    }
+
+
+def _has_whole(records: Mapping[str, StepRecord]) -> bool:
+    return any(record.problem is None for record in records.values())
 
 
 def scan_with(root: Tier, also: Sequence[StepRecord]) -> list[StepRecord]:
@@ -72,19 +119,27 @@ def newest_whole(
     fails is rejected and the next one tried. The ranking's `rejected` then includes it. The digests
     of ``also`` (see `scan_with`) are up to the caller.
     """
+    tried: tuple[StepRecord, ...] = ()
+    failed: list[Rejected] = []
     records = scan_with(root, also)
     ranking = rank(records)
-    if depth == "size":
-        return next(iter(ranking.candidates), None), ranking, records
-    failed: list[Rejected] = []
-    for number, candidate in enumerate(ranking.candidates):
-        problem = None
-        if candidate not in also:
-            problem = check_digests(root.child(candidate.name))
-        if problem is None:
-            left = Ranking(ranking.candidates[number:], (*failed, *ranking.rejected))
-            return candidate, left, records
-        failed.append(Rejected(candidate.name, candidate.step, problem))
+    for _ in range(_ROUNDS):
+        if depth == "size":
+            return next(iter(ranking.candidates), None), ranking, records
+        if ranking.candidates == tried:
+            break  # what failed is still there: it is damaged, and was not removed meanwhile
+        failed = []
+        for number, candidate in enumerate(ranking.candidates):
+            problem = None
+            if candidate not in also:
+                problem = check_digests(root.child(candidate.name))
+            if problem is None:
+                left = Ranking(ranking.candidates[number:], (*failed, *ranking.rejected))
+                return candidate, left, records
+            failed.append(Rejected(candidate.name, candidate.step, problem))
+        tried = ranking.candidates
+        records = scan_with(root, also)
+        ranking = rank(records)
     return None, Ranking((), (*failed, *ranking.rejected)), records
 
 

@@ -1,5 +1,6 @@
 """`Checkpointer.restore`: what a run goes on from, and what it refuses."""
 
+import errno
 import fnmatch
 import itertools
 import logging
@@ -22,7 +23,7 @@ from dcp_checkfreq import (
     StepsExist,
     find_latest_valid,
 )
-from dcp_checkfreq.testing import ForwardingTier, MemoryTier
+from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier, MemoryTier
 
 
 def test_a_run_that_did_not_ask_is_refused_among_the_steps_of_another(root):
@@ -345,3 +346,93 @@ def test_a_model_of_another_shape_is_an_error_that_names_the_key(tmp_path):
         pytest.raises(StateMismatch, match=r"model\.weight"),
     ):
         ckpt.restore()
+
+
+# --- beside a run that is at work ---
+
+
+class OnceAfterListing(ForwardingTier):
+    """Lets another run go on, once, between a listing of the root and what follows."""
+
+    def __init__(self, inner, go_on):
+        super().__init__(inner)
+        self.go_on = go_on
+
+    def around(self, verb, name, call):
+        result = call()
+        if (verb, name) == ("list", "") and self.go_on is not None:
+            go_on, self.go_on = self.go_on, None
+            go_on()
+        return result
+
+
+def test_a_restart_beside_a_run_that_removes_old_steps_goes_on_from_the_newest():
+    root = MemoryTier()
+    with Checkpointer(root, counter(), every=1, keep_last=1) as other:
+        other.restore()
+        other.after_step(7)
+        other.wait()
+
+        def go_on():
+            other.after_step(8)
+            other.wait()
+
+        seen = OnceAfterListing(root, go_on)
+        restored, _ = restored_from(seen)
+        assert seen.go_on is None
+        assert restored.step == 8
+
+
+def test_a_fresh_start_beside_a_run_that_may_be_at_work_is_a_warning(root, caplog):
+    with Checkpointer(root, counter(), every=1) as other:
+        other.restore()
+        with caplog.at_level(logging.WARNING):
+            assert restored_from(root)[0] is None
+    assert "a fresh start, although run" in caplog.text
+
+
+def test_a_fresh_start_alone_is_no_warning(root, caplog):
+    with caplog.at_level(logging.WARNING):
+        assert restored_from(root)[0] is None
+    assert "fresh start" not in caplog.text
+
+
+def _a_file(folder):
+    shutil.rmtree(folder)
+    folder.write_text("")
+
+
+def _a_link_to_a_file(folder):
+    _a_file(folder)
+    folder.rename(folder.parent / "elsewhere")
+    folder.symlink_to("elsewhere")
+
+
+@pytest.mark.parametrize("spoil", [_a_file, _a_link_to_a_file])
+def test_a_root_whose_id_cannot_be_read_is_restored_from_and_not_saved_to(tmp_path, spoil, caplog):
+    run(tmp_path, 2)
+    spoil(tmp_path / ".checkfreq")
+    state = counter(-1)
+    with Checkpointer(tmp_path, state, every=1) as ckpt:
+        assert ckpt.restore().step == 2
+        assert state["w"].tolist() == [2.0] * 5
+        assert "its id cannot be read" in caplog.text
+        ckpt.after_step()
+        ckpt.wait()
+        assert "cannot be looked at" in ckpt.history[-1].error
+    assert find_latest_valid(tmp_path).step == 2
+
+
+def test_a_storage_that_refuses_the_id_is_restored_from():
+    root = MemoryTier()
+    run(root, 2)
+    refusing = FaultyTier(
+        root, [Fault(verb="read", name="root-id", times="forever", error=errno.EACCES)]
+    )
+    restored, _ = restored_from(refusing)
+    assert restored.step == 2
+    with (
+        Checkpointer(refusing, counter(), every=1) as ckpt,
+        pytest.raises(StepsExist, match=r"\[1, 2\]"),
+    ):
+        ckpt.after_step()

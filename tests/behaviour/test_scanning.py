@@ -1,5 +1,6 @@
 """Cases 07, 08: which checkpoint is the newest whole one."""
 
+import errno
 import logging
 import os
 import shutil
@@ -12,9 +13,9 @@ from behaviour_tools import load, same, save, some_state
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, Checkpointer, find_latest_valid
 from dcp_checkfreq.errors import StepNotFound
-from dcp_checkfreq.recovery.scan import scan
+from dcp_checkfreq.recovery.scan import newest_whole, scan
 from dcp_checkfreq.storage.open import open_tier
-from dcp_checkfreq.testing import Fault, FaultyTier, GatedTier, MemoryTier
+from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier, GatedTier, MemoryTier
 
 
 def test_names_beside_the_steps_neither_win_nor_crash_the_scan(tmp_path, caplog):
@@ -217,3 +218,64 @@ def test_a_file_that_is_seen_late_is_looked_for_again():
     late = FaultyTier(root.child("step_1"), [Fault(verb="open", error=2)])
     assert same(load(some_state(), late), some_state())
     assert late.struck == 1
+
+
+# --- another run saves while a root is looked at ---
+
+
+class BesideARun(ForwardingTier):
+    """At the given calls of whoever looks, another run publishes a step and lets one go."""
+
+    def __init__(self, inner, at, keep=1, left=()):
+        super().__init__(inner)
+        self.at, self.calls, self.newest, self.keep = at, 0, keep, keep
+        for step in range(1, keep + 1):
+            save(some_state(float(step)), inner.child(f"step_{step:08d}"))
+        for name in left:
+            inner.child(name).make()
+            inner.child(name).write_shard("s.distcp", [memoryview(b"x")], 1)
+
+    def around(self, verb, name, call):
+        self.calls += 1
+        if self.calls in self.at:
+            self.newest += 1
+            save(some_state(), self.inner.child(f"step_{self.newest:08d}"))
+            old = self.inner.child(f"step_{self.newest - self.keep:08d}")
+            for file in sorted(entry.name for entry in old.list()):  # .metadata comes first
+                old.delete(file)
+            old.remove()
+        return call()
+
+
+@pytest.mark.parametrize("left", [(), ("step_00000900",)])
+@pytest.mark.parametrize("keep", [1, 2])
+@pytest.mark.parametrize("together", [1, 2, 3])
+def test_a_scan_beside_a_run_that_saves_finds_what_is_there_then(keep, together, left):
+    for first in range(1, 13):
+        root = BesideARun(MemoryTier(), range(first, first + together), keep, left)
+        whole = [record for record in scan(root) if record.problem is None]
+        assert whole, first
+        assert root.newest == keep + together or root.calls < first + together
+
+
+def test_digests_beside_a_run_that_saves_are_compared_of_what_is_there_then():
+    for first in range(1, 16):
+        root = BesideARun(MemoryTier(), [first])
+        newest, _, _ = newest_whole(root, "digest")
+        assert newest is not None, first
+
+
+def test_a_scan_beside_a_run_that_never_stands_still_is_an_error_and_no_empty_root():
+    root = BesideARun(MemoryTier(), range(1, 10_000))
+    with pytest.raises(OSError, match="come and go") as caught:
+        scan(root)
+    assert caught.value.errno == errno.EBUSY
+    assert root.calls < 100
+
+
+def test_a_quiet_root_with_whole_steps_is_listed_once():
+    root = BesideARun(MemoryTier(), (), keep=3)
+    listed = []
+    root.around = lambda verb, name, call: (listed.append((verb, name)), call())[1]
+    assert len(scan(root)) == 3
+    assert listed.count(("list", "")) == 1
