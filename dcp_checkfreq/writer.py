@@ -48,7 +48,7 @@ from dcp_checkfreq.publish.phases import Phase
 from dcp_checkfreq.publish.publisher import publish
 from dcp_checkfreq.publish.turn import Turn
 from dcp_checkfreq.publish.unsettled import remember, sweep_up
-from dcp_checkfreq.recovery.files import named_in
+from dcp_checkfreq.recovery.files import is_published, named_in
 from dcp_checkfreq.shards.assign import Placement
 from dcp_checkfreq.shards.codec import Item, finish_gpu_work, pieces
 from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve
@@ -223,7 +223,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
                 self._check_root()
             with self._storage_errors():
                 sweep_up(self._tier)
-                if _is_published(self._tier) and not (self._may_replace and self._may_replace()):
+                if is_published(self._tier) and not (self._may_replace and self._may_replace()):
                     raise CheckpointExists(self._tier.location)
 
     @contextlib.contextmanager
@@ -544,12 +544,4 @@ class _Written:
 
 
 def _always() -> bool:
-    return True
-
-
-def _is_published(tier: Tier) -> bool:
-    try:
-        tier.size(names.METADATA)
-    except FileNotFoundError:
-        return False
     return True

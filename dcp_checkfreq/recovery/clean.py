@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.digest import identity
-from dcp_checkfreq.recovery.files import named_files, named_in
+from dcp_checkfreq.recovery.files import is_published, named_files, named_in
 from dcp_checkfreq.storage.tier import Entry, Tier, abort_uploads
 
 _log = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def _clean_step(folder: Tier, before_s: float, spared: AbstractSet[str]) -> list
     for name in doomed:
         if name in named:
             continue
-        if not named and _is_published(folder):
+        if not named and is_published(folder):
             # A restarted job has finished the upload of a staged save, whose shards have the names
             # that they had: this process was stopped meanwhile.
             break
@@ -98,14 +98,6 @@ def _clean_step(folder: Tier, before_s: float, spared: AbstractSet[str]) -> list
         folder.sync()
         folder.remove()
     return gone
-
-
-def _is_published(folder: Tier) -> bool:
-    try:
-        folder.size(names.METADATA)
-    except FileNotFoundError:
-        return False
-    return True
 
 
 def _revoke_all(folder: Tier, entries: Iterable[Entry], before_s: float) -> bool:

@@ -7,6 +7,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_checkfreq.errors import LoadFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.index import Record
+from dcp_checkfreq.format.names import METADATA
 from dcp_checkfreq.storage.tier import Tier
 
 
@@ -17,6 +18,15 @@ def files_of(metadata: Metadata, record: Record | None) -> frozenset[str]:
     """
     holding = {info.relative_path for info in (metadata.storage_data or {}).values()}
     return frozenset(holding) | frozenset(record.files if record is not None else ())
+
+
+def is_published(folder: Tier) -> bool:
+    """Tell whether there is a ``.metadata``, whatever is in it."""
+    try:
+        folder.size(METADATA)
+    except FileNotFoundError:
+        return False
+    return True
 
 
 def named_in(content: bytes, where: str) -> frozenset[str] | None:

@@ -20,7 +20,12 @@ from dcp_checkfreq.storage.abilities import (
     rename_exclusively,
 )
 from dcp_checkfreq.storage.regular import read_regular, stat_regular
-from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, Entry, ReservationRevoked
+from dcp_checkfreq.storage.tier import (
+    LARGEST_SMALL_FILE_BYTES,
+    Entry,
+    ReservationRevoked,
+    ScratchReservation,
+)
 
 # Below this a file is one or two requests anyway, and the page cache takes them at once.
 DIRECT_FROM_BYTES = 4 << 20
@@ -194,11 +199,11 @@ class LocalTier:
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(path)
 
-    def reserve(self, name: str, *, scratch: str) -> LocalReservation:
+    def reserve(self, name: str, *, scratch: str) -> ScratchReservation:
         """Make an empty file ``scratch``. Its removal is the revocation."""
         path = self._join(scratch)
         os.close(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666))
-        return LocalReservation(self, name, scratch)
+        return ScratchReservation(self, name, scratch)
 
     def revoke(self, name: str, *, scratch: str) -> bool:
         """Remove ``scratch``: a commit links or renames it, and finds nothing from now on."""
@@ -295,21 +300,6 @@ def at_home(path: str) -> str:
     if expanded.startswith("~"):
         raise BadLocation(path, f"there is no home folder {path.partition('/')[0]}")
     return expanded
-
-
-class LocalReservation:
-    """A file that a commit needs to be there. See `Reservation`."""
-
-    def __init__(self, tier: LocalTier, name: str, scratch: str) -> None:
-        self._tier, self._name, self._scratch = tier, name, scratch
-
-    def commit(self, data: bytes, *, over: bytes | None) -> None:
-        """Write the file, fsync it, link or rename it to its name, fsync the folder."""
-        self._tier.commit_scratch(self._name, data, self._scratch, over)
-
-    def cancel(self) -> None:
-        """Remove the file."""
-        self._tier.delete(self._scratch)
 
 
 def _overwrite(path: str, data: bytes, flags: int, can: Abilities) -> None:

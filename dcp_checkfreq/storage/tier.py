@@ -98,6 +98,31 @@ class Reservation(Protocol):
         ...
 
 
+class _HoldsScratch(Protocol):
+    def commit_scratch(self, name: str, data: bytes, scratch: str, over: bytes | None) -> None:
+        """Fill the file ``scratch``, which must be there, and make it ``name``."""
+        ...
+
+    def delete(self, name: str) -> None:
+        """See `Tier.delete`."""
+        ...
+
+
+class ScratchReservation:
+    """A reservation that is a file of its own: its removal is the revocation."""
+
+    def __init__(self, tier: _HoldsScratch, name: str, scratch: str) -> None:
+        self._tier, self._name, self._scratch = tier, name, scratch
+
+    def commit(self, data: bytes, *, over: bytes | None) -> None:
+        """Make the file the reserved name; see `Reservation.commit`."""
+        self._tier.commit_scratch(self._name, data, self._scratch, over)
+
+    def cancel(self) -> None:
+        """Remove the file."""
+        self._tier.delete(self._scratch)
+
+
 @runtime_checkable
 class Tier(Protocol):
     """One folder of a storage."""

@@ -21,7 +21,7 @@ from functools import partial
 from typing import Literal, TypeAlias
 
 from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.storage.tier import Entry, ReservationRevoked
+from dcp_checkfreq.storage.tier import Entry, ReservationRevoked, ScratchReservation
 from dcp_checkfreq.testing.memory_tier import MemoryReader, MemoryTier, check_name
 
 Keep: TypeAlias = Literal["none", "all"] | int
@@ -113,21 +113,6 @@ class _Disk:
             if here:
                 self.dead = f"step {self.crash_at}, after {doing}"
                 raise PowerLoss(self.dead)
-
-
-class CrashReservation:
-    """A file that a commit needs to be there. See `Reservation`."""
-
-    def __init__(self, tier: CrashTier, name: str, scratch: str) -> None:
-        self._tier, self._name, self._scratch = tier, name, scratch
-
-    def commit(self, data: bytes, *, over: bytes | None) -> None:
-        """Make the reserved name hold ``data``."""
-        self._tier.commit(self._name, data, self._scratch, over)
-
-    def cancel(self) -> None:
-        """Remove the file: one step, or none if it is gone."""
-        self._tier.delete(self._scratch)
 
 
 class CrashTier:
@@ -296,11 +281,11 @@ class CrashTier:
             )
         self.sync()
 
-    def reserve(self, name: str, *, scratch: str) -> CrashReservation:
+    def reserve(self, name: str, *, scratch: str) -> ScratchReservation:
         """Make an empty file ``scratch``: one step. Its removal is the revocation."""
         check_name(name)
         self._new_file(scratch)
-        return CrashReservation(self, name, scratch)
+        return ScratchReservation(self, name, scratch)
 
     def revoke(self, name: str, *, scratch: str) -> bool:
         """Remove ``scratch``: one step."""
@@ -308,7 +293,7 @@ class CrashTier:
         self._unlink(scratch)
         return True
 
-    def commit(self, name: str, data: bytes, scratch: str, over: bytes | None) -> None:
+    def commit_scratch(self, name: str, data: bytes, scratch: str, over: bytes | None) -> None:
         """Write and sync ``scratch``, link or rename it to ``name``, sync the folder."""
         with self._disk.lock:
             self._disk.check_power()

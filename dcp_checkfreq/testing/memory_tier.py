@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.storage.tier import Entry, ReservationRevoked
+from dcp_checkfreq.storage.tier import Entry, ReservationRevoked, ScratchReservation
 
 Path = tuple[str, ...]
 
@@ -49,21 +49,6 @@ class MemoryReader:
 
     def close(self) -> None:
         """Do nothing: there is no descriptor to give back."""
-
-
-class MemoryReservation:
-    """A file that a commit needs to be there. See `Reservation`."""
-
-    def __init__(self, tier: MemoryTier, name: str, scratch: str) -> None:
-        self._tier, self._name, self._scratch = tier, name, scratch
-
-    def commit(self, data: bytes, *, over: bytes | None) -> None:
-        """Make the reserved name hold ``data``."""
-        self._tier.commit(self._name, data, self._scratch, over)
-
-    def cancel(self) -> None:
-        """Remove the file."""
-        self._tier.delete(self._scratch)
 
 
 class MemoryTier:
@@ -179,11 +164,11 @@ class MemoryTier:
             self._must_not_be_a_folder(name)
             self._folder()[name] = _File(bytes(data), self._tree.clock.wall_s())
 
-    def reserve(self, name: str, *, scratch: str) -> MemoryReservation:
+    def reserve(self, name: str, *, scratch: str) -> ScratchReservation:
         """Make an empty file ``scratch``. Its removal is the revocation."""
         check_name(name)
         self._add(scratch, b"")
-        return MemoryReservation(self, name, scratch)
+        return ScratchReservation(self, name, scratch)
 
     def revoke(self, name: str, *, scratch: str) -> bool:
         """Remove ``scratch``."""
@@ -191,7 +176,7 @@ class MemoryTier:
         self.delete(scratch)
         return True
 
-    def commit(self, name: str, data: bytes, scratch: str, over: bytes | None) -> None:
+    def commit_scratch(self, name: str, data: bytes, scratch: str, over: bytes | None) -> None:
         """See `Reservation.commit`: all of it in one moment."""
         with self._tree.lock:
             if scratch not in self._tree.folders.get(self._path, {}):
