@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import weakref
 from dataclasses import dataclass
@@ -24,11 +25,12 @@ class Holdings:
     agree: Agreement
 
     def close(self) -> None:
-        """Give it all back, when the save in flight has ended."""
-        self.saver.close()
-        self.guard.close()
-        self.stopping.close()
-        self._release()
+        """Give it all back, when the save in flight has ended; all of it, whatever is raised."""
+        with contextlib.ExitStack() as parts:  # the last one comes first
+            parts.callback(self._release)
+            parts.callback(self.stopping.close)
+            parts.callback(self.guard.close)
+            self.saver.close()
 
     def if_dropped(self, owner: object) -> weakref.finalize:  # type: ignore[type-arg]
         """Give it all back if ``owner`` is collected, as far as it is this process's to give.

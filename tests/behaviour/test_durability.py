@@ -46,6 +46,7 @@ class Recorder:
 
 
 def test_shards_then_folder_then_record_then_link_then_folder(tmp_path, monkeypatch):
+    save(some_state(), tmp_path / "step_0")  # the mount is tried out at the first save
     folder = tmp_path / "step_1"
     seen = Recorder(monkeypatch)
     save(some_state(), folder)

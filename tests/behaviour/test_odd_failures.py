@@ -1,6 +1,7 @@
 """Issue 10: what fails on the way from a save's error to its end, after `close`, or has no text."""
 
 import logging
+import signal
 import threading
 
 import pytest
@@ -217,3 +218,22 @@ def test_with_raises_the_error_of_the_last_save_if_there_is_no_other():
     tier.error = MemoryError()
     with pytest.raises(MemoryError), Checkpointer(tier, counter(), every=1) as ckpt:
         ckpt.after_step()
+
+
+def test_an_interrupt_while_closing_gives_back_all_the_same(monkeypatch):
+    before = signal.getsignal(signal.SIGTERM)
+    ckpt = Checkpointer(MemoryTier(), counter(), every=1)
+    ckpt.restore()
+    ckpt.after_step()
+    ckpt.wait()
+    close = ckpt._saver.close
+
+    def interrupted():
+        close()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(ckpt._saver, "close", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        ckpt.close()
+    assert signal.getsignal(signal.SIGTERM) == before
+    assert not [one for one in threading.enumerate() if one.name.startswith("checkfreq-preempt")]
