@@ -10,12 +10,23 @@ import pytest
 from held_copies import held_copies, let_go_when_waited_for
 from hypothesis import HealthCheck, settings
 
+from dcp_checkfreq.storage import abilities
+from dcp_checkfreq.storage.abilities import Abilities
+
 # A busy machine is no reason to fail.
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
 
 settings.register_profile("same", derandomize=True, database=None, **PATIENT)
 settings.register_profile("search", **PATIENT)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
+
+
+@pytest.fixture(autouse=True)
+def mounts_are_tried_out_anew():
+    """What a test made a mount refuse is not so in the next one."""
+    yield
+    if any(can != Abilities() for can in abilities._known.values()):
+        abilities.forget()
 
 
 @pytest.fixture
