@@ -171,14 +171,10 @@ class LocalTier:
         """Carry out a commit; False if the mount has no such thing, and nothing was done."""
         if not self._can().commits_whole:
             return False
-        try:
-            commit()
-        except OSError as error:
-            if not is_refusal(error):
-                raise
-            doubt(self._path)
-            return False
-        return True
+        if _offers(commit):
+            return True
+        doubt(self._path)
+        return False
 
     def _create_whole(self, name: str, data: bytes, scratch: str) -> None:
         with self._written_scratch(scratch, data) as source:
@@ -335,31 +331,32 @@ def sync_file(sync: Callable[[int], None], fd: int, can: Abilities) -> None:
             raise
 
 
+def _offers(call: Callable[[], None]) -> bool:
+    """Make a call; False if the mount has no such thing, and nothing was done."""
+    try:
+        call()
+    except OSError as error:
+        if not is_refusal(error):
+            raise
+        return False
+    return True
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except FileExistsError:
+        # An NFS server may answer a repeated request of a link that it made the first time.
+        if os.stat(source).st_nlink != 2 or not os.path.samefile(source, target):
+            raise
+
+
 def _link_exclusively(source: str, target: str, can: Abilities) -> None:
     """Give ``source`` the name ``target`` if no one has it; `FileExistsError` if someone has."""
-    if can.link:
-        try:
-            os.link(source, target)
-        except FileExistsError:
-            # An NFS server may answer a repeated request of a link that it made the first time.
-            if os.stat(source).st_nlink == 2 and os.path.samefile(source, target):
-                return
-            raise
-        except OSError as error:
-            if not is_refusal(error):
-                raise
-        else:
-            return
-    if can.rename_exclusively:
-        try:
-            rename_exclusively(source, target)
-        except FileExistsError:
-            raise
-        except OSError as error:
-            if not is_refusal(error):
-                raise
-        else:
-            return
+    if can.link and _offers(lambda: _link(source, target)):
+        return
+    if can.rename_exclusively and _offers(lambda: rename_exclusively(source, target)):
+        return
     if os.path.lexists(target):
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), target)
     os.rename(source, target)

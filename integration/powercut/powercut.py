@@ -42,7 +42,7 @@ class PowerCutDisk:
         self.mount.mkdir()
         with open(self._image, "wb") as image:
             image.truncate(self._size_mib << 20)
-        _run("mkfs.ext4", "-q", "-F", str(self._image))
+        run("mkfs.ext4", "-q", "-F", str(self._image))
         self._mount()
         try:
             self._try_out()
@@ -53,7 +53,7 @@ class PowerCutDisk:
 
     def __exit__(self, *_: object) -> None:
         if self._mounted:
-            _run("umount", str(self.mount))
+            run("umount", str(self.mount))
             self._mounted = False
         self._image.unlink(missing_ok=True)
 
@@ -66,12 +66,12 @@ class PowerCutDisk:
 
         No process may have a file open on the disk.
         """
-        _run("umount", str(self.mount))
+        run("umount", str(self.mount))
         self._mounted = False
         self._mount()
 
     def _mount(self) -> None:
-        _run("mount", "-t", "ext4", "-o", "loop", str(self._image), str(self.mount))
+        run("mount", "-t", "ext4", "-o", "loop", str(self._image), str(self.mount))
         self._mounted = True
 
     def _try_out(self) -> None:
@@ -111,7 +111,8 @@ def write(path: Path, *, sync: bool) -> None:
         os.close(folder)
 
 
-def _run(*command: str) -> None:
+def run(*command: str) -> None:
+    """Run a tool of the system."""
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False)
     except FileNotFoundError as error:

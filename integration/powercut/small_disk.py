@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
-from powercut import Unavailable
+from powercut import Unavailable, run
 
 
 @contextlib.contextmanager
@@ -31,16 +30,6 @@ def small_disk(work: Path, *, size_mib: int = 24, inodes: int = 0) -> Iterator[P
     finally:
         run("umount", str(mount))
         image.unlink()
-
-
-def run(*command: str) -> None:
-    """Run a tool of the system."""
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    except FileNotFoundError as error:
-        raise Unavailable(f"{command[0]} is not installed") from error
-    if done.returncode:
-        raise Unavailable(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 def fill(folder: Path) -> None:

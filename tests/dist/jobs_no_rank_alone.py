@@ -205,12 +205,16 @@ def in_save(root, faults, arm):
             ckpt.save(wait=True)
 
         said = tried(save)
-        with contextlib.suppress(CheckFreqError):
-            ckpt.wait()  # whoever was interrupted did not hear how the save has ended
-        faults.disarm()
-        if said["kind"] == "RankLost":
-            return said, False
-        return said, went_on(ckpt, parts)
+        return after_save(ckpt, parts, faults, said)
+
+
+def after_save(ckpt, parts, faults, said):
+    with contextlib.suppress(CheckFreqError):
+        ckpt.wait()  # whoever was interrupted did not hear how the save has ended
+    faults.disarm()
+    if said["kind"] == "RankLost":
+        return said, False
+    return said, went_on(ckpt, parts)
 
 
 def in_first_save(root, faults, arm):
@@ -219,12 +223,7 @@ def in_first_save(root, faults, arm):
         ckpt.restore()
         faults.arm(*arm)
         said = tried(lambda: ckpt.save(wait=True))
-        with contextlib.suppress(CheckFreqError):
-            ckpt.wait()
-        faults.disarm()
-        if said["kind"] == "RankLost":
-            return said, False
-        return said, went_on(ckpt, parts)
+        return after_save(ckpt, parts, faults, said)
 
 
 def in_restore(root, faults, arm):
