@@ -93,7 +93,8 @@ class Checkpointer:
     one save is in flight, and it is never given up for a newer one: a crash loses at most 2k steps.
     A failed save leaves earlier checkpoints untouched and is reported by a next call.
 
-    Parameters and optimizer state may change in ``optim.step`` only, or after `wait_for_snapshot`.
+    Parameters and optimizer state may change in ``optim.step`` only, or after `wait_for_snapshot`;
+    nor may their memory be freed before (``storage.resize_``): such a save fails.
 
     Args:
         root: folder of the run: path, fsspec URL or `Tier`; the same for all ranks.

@@ -35,11 +35,11 @@ class HeldCopies:
     def release(self):
         self._go.set()
 
-    def __call__(self, sources, targets):
+    def __call__(self, *lists):  # sources, targets and where the sources were
         if not threading.current_thread().name.startswith("checkfreq-snapshot"):
-            return self._copy(sources, targets)
-        first = len(sources) // 2 if self.halfway else 0
-        self._copy(sources[:first], targets[:first])
+            return self._copy(*lists)
+        first = len(lists[0]) // 2 if self.halfway else 0
+        self._copy(*(one[:first] for one in lists))
         self.begun.set()
         if not self._go.wait(self._timeout_s):
             raise TimeoutError("nobody released the copy")
@@ -47,7 +47,7 @@ class HeldCopies:
         if error is not None:
             raise error
         self.copies += 1
-        return self._copy(sources[first:], targets[first:])
+        return self._copy(*(one[first:] for one in lists))
 
 
 @contextlib.contextmanager

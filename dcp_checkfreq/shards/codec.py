@@ -68,6 +68,24 @@ def check_storable(tensor: torch.Tensor, key: str) -> None:
         raise UnsupportedState(key, "meta tensor", "it has no data: materialise it first")
     if tensor.is_quantized:
         raise UnsupportedState(key, "quantized tensor", "save int_repr(), scale and zero point")
+    if _bytes_behind(tensor) < _reach_bytes(tensor):
+        raise UnsupportedState(
+            key,
+            "tensor without its memory",
+            "its storage was freed or cut (resize_): save while it is whole",
+        )
+
+
+def _bytes_behind(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().nbytes()
+
+
+def _reach_bytes(tensor: torch.Tensor) -> int:
+    """Return how far into its storage a tensor reaches."""
+    if not tensor.numel():
+        return 0
+    last = sum((size - 1) * step for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return (int(tensor.storage_offset()) + last + 1) * tensor.element_size()
 
 
 def tensor_item(tensor: torch.Tensor, key: str, envelopes: Envelopes) -> Item:

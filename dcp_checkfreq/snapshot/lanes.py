@@ -18,7 +18,7 @@ from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.errors import SnapshotFailed
 from dcp_checkfreq.format.torch_private import versions_of
-from dcp_checkfreq.snapshot.copies import copy_tensors
+from dcp_checkfreq.snapshot.copies import Moved, copy_tensors
 from dcp_checkfreq.snapshot.samples import Samples
 
 _log = logging.getLogger(__name__)
@@ -81,6 +81,7 @@ class _Watched:
         self._names = [name for name, _ in seen]
         self._tensors = [tensor for _, tensor in seen]
         self._versions = versions_of(self._tensors)
+        self.begins = [c.source.data_ptr() for c in copies]
         self._samples: Samples | None = Samples([c.source for c in copies])
         self._are_allowed = False
         self._error: SnapshotFailed | None = None
@@ -122,15 +123,21 @@ class _Watched:
             changed = zip(self._names, versions, self._versions, strict=True)
             name = next(name for name, now, before in changed if now != before)
         elif self._samples is not None:
-            number = self._samples.first_changed()
+            # What is elsewhere by now was copied before: the copying itself has looked.
+            number = self._samples.first_changed(
+                lambda n: self._tensors[n].data_ptr() != self.begins[n]
+            )
             name = None if number is None else self._names[number]
         if name is None:
             return
-        self._error = SnapshotFailed(
-            f"{name!r} was changed while it was being copied, outside of the optimizer's "
-            "step. Call wait_for_snapshot() before such a change, or use "
-            "snapshot='blocking'"
-        )
+        self._error = _touched(name, "was changed")
+
+
+def _touched(name: str, what: str) -> SnapshotFailed:
+    return SnapshotFailed(
+        f"{name!r} {what} while it was being copied, outside of the optimizer's step. Call "
+        "wait_for_snapshot() before such a change, or use snapshot='blocking'"
+    )
 
 
 # Threads that stay: starting one waits for it to run, while training is to go on.
@@ -145,7 +152,9 @@ class _ThreadCopy:
 
     def __init__(self, copies: Sequence[Copy], clock: Clock) -> None:
         self._watched = _Watched(copies)
-        self._copying = _CREW.start(functools.partial(_timed_copy, copies, clock))
+        self._copying = _CREW.start(
+            functools.partial(_timed_copy, copies, self._watched.begins, clock)
+        )
 
     @property
     def is_done(self) -> bool:
@@ -162,6 +171,8 @@ class _ThreadCopy:
 
     def wait(self) -> None:
         error = self._copying.problem()
+        if isinstance(error, SnapshotFailed):
+            raise SnapshotFailed(error.why) from error  # of its own, as several may wait
         if error is not None:
             raise SnapshotFailed(f"copying failed: {error}") from error
         self._watched.check()
@@ -171,10 +182,18 @@ class _ThreadCopy:
         self._watched.let_go()
 
 
-def _timed_copy(copies: Sequence[Copy], clock: Clock) -> float:
+def _timed_copy(copies: Sequence[Copy], begins: Sequence[int], clock: Clock) -> float:
     started_s = clock.monotonic_s()
-    copy_tensors([one.source for one in copies], [one.target for one in copies])
+    _copy(copies, begins)
     return clock.monotonic_s() - started_s
+
+
+def _copy(copies: Sequence[Copy], begins: Sequence[int]) -> None:
+    try:
+        copy_tensors([one.source for one in copies], [one.target for one in copies], begins)
+    except Moved as moved:
+        what = "was changed (its memory was freed, or moved elsewhere)"
+        raise _touched(copies[moved.number].name, what) from moved
 
 
 @functools.cache
@@ -276,6 +295,8 @@ def _queue(copies: Sequence[Copy], stream: torch.cuda.Stream) -> _Span:
             for one in copies:
                 # Lazy bits first: torch would work on them on the host before the bytes are there.
                 plain = one.source.resolve_conj().resolve_neg()
+                # If its memory is freed meanwhile, nobody else gets it before the copy is done.
+                one.source.record_stream(stream)
                 one.target.copy_(plain, non_blocking=True)
             span.ended.record(stream)
     except RuntimeError as error:  # no memory for a copy in between
@@ -302,6 +323,6 @@ def copy_at_once(copies: Copies) -> Iterator[Lane]:
     """Copy host memory before this ends, and queue copies from GPUs on the current streams."""
     for device, part in copies.items():
         if device.type == "cpu":
-            copy_tensors([one.source for one in part], [one.target for one in part])
+            _copy(part, [one.source.data_ptr() for one in part])
         else:
             yield _QueuedCopy(part)
