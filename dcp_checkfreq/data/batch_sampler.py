@@ -7,7 +7,14 @@ from typing import Any
 
 from dcp_checkfreq.data.cursor import Cursor, HasPosition
 from dcp_checkfreq.data.order import SEQUENTIAL, SHUFFLED, Ahead, order
-from dcp_checkfreq.data.position import Deal, Last, OnMismatch, Position, Share
+from dcp_checkfreq.data.position import (
+    Deal,
+    Last,
+    OnMismatch,
+    Position,
+    Share,
+    batch_per_rank,
+)
 from dcp_checkfreq.data.ranks import resolve
 
 
@@ -52,6 +59,8 @@ class ResumableBatchSampler(HasPosition):
     Args:
         length: items of the data set.
         batch_size: samples per rank and step.
+        global_batch: samples of all ranks in a step, instead: the same on any number of ranks that
+            divides it.
         seed: of the order.
         shuffle: False keeps the order of the data set.
         rank: data-parallel rank; default: of the default process group.
@@ -64,8 +73,9 @@ class ResumableBatchSampler(HasPosition):
     def __init__(
         self,
         length: int,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
+        global_batch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         rank: int | None = None,
@@ -76,7 +86,12 @@ class ResumableBatchSampler(HasPosition):
     ) -> None:
         self._place = resolve(rank, world_size)
         self._cursor = Cursor(
-            Deal(length, batch_size, self._place.world_size, last),
+            Deal(
+                length,
+                batch_per_rank(batch_size, global_batch, self._place.world_size),
+                self._place.world_size,
+                last,
+            ),
             self._place.rank,
             seed=seed,
             order=SHUFFLED if shuffle else SEQUENTIAL,

@@ -109,6 +109,10 @@ class Cursor:
         if self.position.epoch == epoch:
             self.position = Position(epoch + 1, 0)
 
+    def steps(self) -> int:
+        """Return how many steps this epoch has, those that are done included."""
+        return self.deal.steps(self.position)
+
     def steps_left(self) -> int:
         """Return how many steps this epoch still has."""
         return self.deal.steps_left(self.position)
@@ -133,8 +137,6 @@ class Cursor:
         )
         for text in accepted.warnings:
             _log.warning("%s", text)
-        for text in accepted.notes:
-            _log.info("%s", text)
         self.position = accepted.position
         self.valid = 0
         self.generation += 1
@@ -163,9 +165,17 @@ class HasPosition:
         """Real samples at the front of this rank's last batch that counts; the rest are repeats."""
         return self._cursor.valid
 
-    def __len__(self) -> int:
-        """Return how many batches are left of this epoch."""
+    @property
+    def steps_left(self) -> int:
+        """Batches that are left of this epoch: what the next iterator hands out."""
         return self._cursor.steps_left()
+
+    def __len__(self) -> int:
+        """Return how many batches the whole epoch has, wherever in it the position is.
+
+        Frameworks ask once, and take the answer for all epochs.
+        """
+        return self._cursor.steps()
 
 
 class HandOut:

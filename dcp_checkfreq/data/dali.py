@@ -12,7 +12,14 @@ from dcp_checkfreq.data.dali_plugin import import_plugin
 from dcp_checkfreq.data.dali_rng import DALIState, add_dali, dali_of
 from dcp_checkfreq.data.dali_source import LABEL_TYPES, DALISource, names_id
 from dcp_checkfreq.data.order import SHUFFLED
-from dcp_checkfreq.data.position import Deal, Last, OnMismatch, Position, Share
+from dcp_checkfreq.data.position import (
+    Deal,
+    Last,
+    OnMismatch,
+    Position,
+    Share,
+    batch_per_rank,
+)
 from dcp_checkfreq.data.ranks import resolve
 from dcp_checkfreq.errors import DataStateError
 
@@ -55,6 +62,8 @@ class ResumableDALILoader(HasPosition):
         paths: of the files, local.
         labels: a number or an array per file; None: the file's index.
         batch_size: samples per rank and step.
+        global_batch: samples of all ranks in a step, instead: the same on any number of ranks that
+            divides it.
         seed: of the order and of the samples' random numbers, in ``[0, 2**64)``.
         rank: data-parallel rank; default: of the default process group.
         world_size: data-parallel ranks; tell both or neither.
@@ -80,8 +89,9 @@ class ResumableDALILoader(HasPosition):
         output_map: Sequence[str],
         paths: Sequence[str | os.PathLike[str]],
         labels: Sequence[Any] | NDArray[Any] | None,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
+        global_batch: int | None = None,
         seed: int = 0,
         rank: int | None = None,
         world_size: int | None = None,
@@ -94,15 +104,15 @@ class ResumableDALILoader(HasPosition):
         import_plugin(_WHAT)
         if type(nrand) is not int or nrand < 1:
             raise ValueError(f"nrand must be a whole number from 1 on, got {nrand!r}")
-        self.batch_size = batch_size
         self._build = build
         self._output_map = list(output_map)
         self._paths = _checked_paths(paths)
         self._labels = _checked_labels(labels, len(self._paths))
         self._nrand = nrand
         self._place = resolve(rank, world_size)
+        self.batch_size = batch_per_rank(batch_size, global_batch, self._place.world_size)
         self._cursor = Cursor(
-            Deal(len(self._paths), batch_size, self._place.world_size, last),
+            Deal(len(self._paths), self.batch_size, self._place.world_size, last),
             self._place.rank,
             seed=seed,
             order=SHUFFLED,

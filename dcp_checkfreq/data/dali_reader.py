@@ -120,7 +120,12 @@ class ResumableDALIReader:
         self._checkpoint: bytes = self._iterator.checkpoints()[0]
 
     def __len__(self) -> int:
-        """Return how many batches are left of this epoch."""
+        """Return how many batches the whole epoch has, wherever in it the position is."""
+        return len(self._iterator)
+
+    @property
+    def steps_left(self) -> int:
+        """Batches that are left of this epoch: what the next iterator hands out."""
         return len(self._iterator) - self.batches
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
@@ -129,7 +134,7 @@ class ResumableDALIReader:
         if self._is_broken:
             self._use(self._new(self._checkpoint))
         self._generation += 1
-        return _Iterator(self._next, self._generation, len(self))
+        return _Iterator(self._next, self._generation, self.steps_left)
 
     def _next(self, generation: int, *, is_last: bool) -> dict[str, Any]:
         self._check(generation)

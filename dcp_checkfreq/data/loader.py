@@ -11,7 +11,7 @@ from dcp_checkfreq.data.augment import AugmentRng, SampleSeeds
 from dcp_checkfreq.data.batch_sampler import Indices
 from dcp_checkfreq.data.cursor import Cursor
 from dcp_checkfreq.data.order import SEQUENTIAL, SHUFFLED
-from dcp_checkfreq.data.position import Deal, Last, OnMismatch
+from dcp_checkfreq.data.position import Deal, Last, OnMismatch, batch_per_rank
 from dcp_checkfreq.data.ranks import resolve
 from dcp_checkfreq.data.torch_loader import TorchLoader
 
@@ -45,6 +45,8 @@ class ResumableLoader(TorchLoader):
     Args:
         dataset: map-style.
         batch_size: samples per rank and step.
+        global_batch: samples of all ranks in a step, instead: the same on any number of ranks that
+            divides it.
         seed: of the order and of the samples' random numbers, in ``[0, 2**64)``.
         shuffle: False keeps the order of the data set.
         last: what becomes of the last samples of an epoch; see `Deal`. The last batch may have
@@ -71,8 +73,9 @@ class ResumableLoader(TorchLoader):
     def __init__(
         self,
         dataset: Any,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
+        global_batch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         last: Last = "partial",
@@ -87,12 +90,12 @@ class ResumableLoader(TorchLoader):
         _check_dataset(dataset)
         collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
         self.dataset = dataset
-        self.batch_size = batch_size
         options = _checked_options(dataloader_kwargs)
         place = resolve(rank, world_size)
+        self.batch_size = batch_per_rank(batch_size, global_batch, place.world_size)
         length = len(dataset)
         cursor = Cursor(
-            Deal(length, batch_size, place.world_size, last),
+            Deal(length, self.batch_size, place.world_size, last),
             place.rank,
             seed=seed,
             order=SHUFFLED if shuffle else SEQUENTIAL,

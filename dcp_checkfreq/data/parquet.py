@@ -172,6 +172,8 @@ class ResumableParquetLoader(ReadingLoader):
     Args:
         source: what to read.
         batch_size: rows per rank and step.
+        global_batch: rows of all ranks in a step, instead: the same on any number of ranks that
+            divides it.
         seed: of the order and of the rows' random numbers, in ``[0, 2**64)``.
         shuffle: False keeps the order of the rows; then every rank reads all row groups.
         last: what becomes of the last rows of an epoch; see `Deal`.
@@ -198,8 +200,9 @@ class ResumableParquetLoader(ReadingLoader):
     def __init__(
         self,
         source: ParquetSource,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
+        global_batch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         last: Last = "partial",
@@ -227,6 +230,7 @@ class ResumableParquetLoader(ReadingLoader):
         super().__init__(
             len(source),
             batch_size,
+            global_batch,
             maker,
             partial(_RowGroups, source, self._lanes, shuffle),
             lanes=lanes,

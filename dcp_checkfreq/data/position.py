@@ -154,6 +154,16 @@ class Deal:
             wanted -= len(positions)
             first += len(positions) * self.world_size
 
+    def steps(self, at: Position) -> int:
+        """Return how many steps the whole epoch of a position has.
+
+        With "carry" epochs differ by one: the first samples may be in the last batch of the epoch
+        before. They are those that whole batches do not make up.
+        """
+        if self.last != "carry":
+            return self.steps_left(Position(at.epoch, 0))
+        return at.samples // self.global_batch + self.steps_left(at)
+
     def steps_left(self, at: Position) -> int:
         """Return how many steps the epoch still has from a position on."""
         left, whole = self.length - at.samples, self.global_batch
@@ -162,6 +172,40 @@ class Deal:
         if self.last == "partial":
             return max(1, -(-(left - self.world_size + 1) // whole))
         return -(-left // whole)
+
+
+def batch_per_rank(batch_size: int | None, global_batch: int | None, world_size: int) -> int:
+    """Return how many samples a rank takes in a step.
+
+    Args:
+        batch_size: just that.
+        global_batch: samples of all ranks in a step, instead.
+        world_size: data-parallel ranks.
+
+    Raises:
+        ValueError: both or neither are told, or the ranks cannot have equal shares. With shares
+            that differ, ranks that average their gradients would weigh samples differently.
+    """
+    if (batch_size is None) == (global_batch is None):
+        raise ValueError(
+            f"tell batch_size (per rank) or global_batch (of all ranks), one of the two: got "
+            f"batch_size={batch_size!r}, global_batch={global_batch!r}"
+        )
+    if global_batch is None:
+        assert batch_size is not None  # one of the two is told
+        return batch_size
+    if type(global_batch) is not int or global_batch < 1:
+        raise ValueError(f"global_batch must be a whole number from 1 on, got {global_batch!r}")
+    if world_size < 1 or global_batch % world_size == 0:
+        return global_batch // max(world_size, 1)  # `Deal` says what is wrong with the ranks
+    ranks = [n for n in range(1, global_batch + 1) if global_batch % n == 0]
+    below = global_batch // world_size * world_size
+    near = [str(n) for n in (below, below + world_size) if n]
+    raise ValueError(
+        f"global_batch={global_batch} does not divide among {world_size} ranks: on {world_size} "
+        f"ranks it may be {' or '.join(near)}; {global_batch} can be had on "
+        f"{', '.join(map(str, ranks))} rank{'s' if ranks[-1] > 1 else ''}"
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,7 +219,7 @@ class Fingerprint:
         last: what becomes of the last samples.
         dataset: what the caller says the data is; long ids are kept as a digest.
         global_batch: samples of all ranks in a step. May change; it is told because the loss curve
-            changes with it.
+            and the number of steps change with it.
     """
 
     length: int
@@ -192,7 +236,6 @@ class Accepted:
 
     position: Position
     warnings: tuple[str, ...] = ()
-    notes: tuple[str, ...] = ()
 
 
 def short_id(dataset_id: str) -> str:
@@ -283,8 +326,9 @@ def accept(
 ) -> Accepted:
     """Return the position to go on from with the data at hand.
 
-    Another number of ranks, batch size or number of workers is fine. Other data is fine between two
-    epochs, with a warning, because data may grow.
+    Another number of ranks or of workers is fine. So is another number of samples per step, with a
+    warning: it changes the training. Other data is fine between two epochs, with a warning, because
+    data may grow.
 
     Args:
         text: the saved state.
@@ -306,11 +350,14 @@ def accept(
             f"the seed was {saved.seed}, now it is {present.seed}: make the loader with "
             f"seed={saved.seed}",
         )
-    notes: tuple[str, ...] = ()
+    told: tuple[str, ...] = ()
     if saved.global_batch != present.global_batch:
-        notes = (
+        told = (
             f"{what}: a step took {saved.global_batch} samples, now it takes "
-            f"{present.global_batch}: the loss curve may change",
+            f"{present.global_batch}, and an epoch had {_epoch_steps(saved)} steps, now "
+            f"{_epoch_steps(present)}: learning rate and schedule may no longer fit. "
+            f"global_batch={saved.global_batch} keeps it as it was, on any number of ranks that "
+            "divides it",
         )
     changes = "; ".join(
         f"the {name} was {getattr(saved, key)!r}, now it is {getattr(present, key)!r}"
@@ -318,9 +365,9 @@ def accept(
         if getattr(saved, key) != getattr(present, key)
     )
     if not changes:
-        return Accepted(position, notes=notes)
+        return Accepted(position, told)
     if position.samples == 0:
-        return Accepted(position, (f"{what}: {changes}. Epoch {position.epoch} uses it",), notes)
+        return Accepted(position, (f"{what}: {changes}. Epoch {position.epoch} uses it", *told))
     if on_mismatch == "error":
         raise DataStateError(
             what,
@@ -331,7 +378,13 @@ def accept(
         f"{what}: {changes}. Epoch {position.epoch} starts anew; {position.samples} samples of it "
         "were consumed before"
     )
-    return Accepted(Position(position.epoch, 0), (warning,), notes)
+    return Accepted(Position(position.epoch, 0), (warning, *told))
+
+
+def _epoch_steps(fingerprint: Fingerprint) -> int:
+    """Return the steps of an epoch; one more than there are if ranks outnumber its last samples."""
+    length, whole = fingerprint.length, max(1, fingerprint.global_batch)
+    return length // whole if fingerprint.last == "drop" else -(-length // whole)
 
 
 _COMPARED = {

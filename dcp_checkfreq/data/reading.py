@@ -21,7 +21,7 @@ from torch.utils.data import Dataset
 
 from dcp_checkfreq.data.augment import SampleSeeds
 from dcp_checkfreq.data.cursor import Cursor
-from dcp_checkfreq.data.position import Deal, Last, OnMismatch, Share, Step
+from dcp_checkfreq.data.position import Deal, Last, OnMismatch, Share, Step, batch_per_rank
 from dcp_checkfreq.data.ranks import resolve
 from dcp_checkfreq.data.torch_loader import TorchLoader
 
@@ -137,7 +137,8 @@ class ReadingLoader(TorchLoader):
     def __init__(
         self,
         length: int,
-        batch_size: int,
+        batch_size: int | None,
+        global_batch: int | None,
         maker: Maker,
         new_reader: Callable[[Counts], Reader],
         *,
@@ -161,8 +162,8 @@ class ReadingLoader(TorchLoader):
             )
         if batches_ahead < 0:
             raise ValueError(f"batches_ahead must not be negative, got {batches_ahead}")
-        self.batch_size = batch_size
         place = resolve(rank, world_size)
+        self.batch_size = batch_per_rank(batch_size, global_batch, place.world_size)
         if lanes % place.world_size and place.rank == 0:
             _log.warning(
                 "%s: %d lanes do not divide among %d ranks, so every rank reads pieces of all "
@@ -170,7 +171,7 @@ class ReadingLoader(TorchLoader):
                 *(what, lanes, place.world_size, place.world_size),
             )
         cursor = Cursor(
-            Deal(length, batch_size, place.world_size, last),
+            Deal(length, self.batch_size, place.world_size, last),
             place.rank,
             seed=seed,
             order=order,

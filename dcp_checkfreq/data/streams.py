@@ -49,6 +49,8 @@ class ResumableStreamLoader(ReadingLoader):
     Args:
         source: what to read.
         batch_size: samples per rank and step.
+        global_batch: samples of all ranks in a step, instead: the same on any number of ranks that
+            divides it.
         seed: of the order and of the samples' random numbers, in ``[0, 2**64)``.
         shuffle: False keeps the order of shards and samples; then every rank reads all shards.
         last: what becomes of the last samples of an epoch; see `Deal`.
@@ -74,8 +76,9 @@ class ResumableStreamLoader(ReadingLoader):
     def __init__(
         self,
         source: ShardSource,
-        batch_size: int,
+        batch_size: int | None = None,
         *,
+        global_batch: int | None = None,
         seed: int = 0,
         shuffle: bool = True,
         last: Last = "partial",
@@ -103,6 +106,7 @@ class ResumableStreamLoader(ReadingLoader):
         super().__init__(
             len(source),
             batch_size,
+            global_batch,
             maker,
             partial(_Shards, source, self._lanes),
             lanes=lanes,

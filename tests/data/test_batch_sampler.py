@@ -42,7 +42,8 @@ def test_what_the_loader_asks_for_ahead_is_not_counted():
     taken = [next(ahead) for _ in range(6)]
     sampler.advance()
     sampler.advance()
-    assert (sampler.samples, sampler.valid, len(sampler)) == (20, 10, 8)
+    assert (sampler.samples, sampler.valid, sampler.steps_left) == (20, 10, 8)
+    assert len(sampler) == 10
     again = ResumableBatchSampler(100, 10)
     again.load_state_dict(sampler.state_dict())
     assert next(iter(again)) == taken[2]

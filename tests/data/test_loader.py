@@ -127,16 +127,17 @@ def test_what_a_larger_batch_would_drop_ends_the_epoch():
     take(loader, 11)
     larger = loader_of(50, 8, last="drop")
     larger.load_state_dict(loader.state_dict())
-    assert len(larger) == 0
+    assert (larger.steps_left, len(larger)) == (0, 6)
     assert take(larger) == []
     assert position(larger) == (1, 0)
 
 
-def test_len_is_what_is_left():
+def test_len_is_the_whole_epoch_and_steps_left_is_the_rest():
     loader = loader_of(50, 4)
-    assert len(loader) == 13
+    assert (len(loader), loader.steps_left) == (13, 13)
     for left, _ in zip(range(12, -1, -1), loader, strict=True):
-        assert len(loader) == (left or 13)  # after the last batch the next epoch is ahead
+        # after the last batch the next epoch is ahead
+        assert (len(loader), loader.steps_left) == (13, left or 13)
 
 
 def test_resuming_late_in_a_billion_items_takes_no_time():

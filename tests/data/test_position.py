@@ -4,16 +4,19 @@ import json
 import random
 from collections import Counter
 from dataclasses import replace
+from typing import get_args
 
 import pytest
-from hypothesis import given
+from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from dcp_checkfreq.data.position import (
     Deal,
     Fingerprint,
+    Last,
     Position,
     accept,
+    batch_per_rank,
     decode,
     encode,
     short_id,
@@ -274,16 +277,59 @@ def test_another_seed_is_refused_whatever_is_asked(samples):
         accept(changed(seed=8, samples=samples), FINGERPRINT, what="x", on_mismatch="restart_epoch")
 
 
-def test_another_batch_is_fine_and_noted():
-    found = accept(changed(global_batch=16), FINGERPRINT, what="x")
-    assert found.position == Position(3, 40)
-    assert not found.warnings
-    assert "16 samples, now it takes 8" in found.notes[0]
+@pytest.mark.parametrize("fields", [{}, {"samples": 0}, {"samples": 0, "length": 120}])
+def test_another_number_of_samples_per_step_is_fine_and_a_warning_with_both_figures(fields):
+    found = accept(changed(global_batch=16, **fields), FINGERPRINT, what="x")
+    assert found.position == Position(3, fields.get("samples", 40))
+    assert "16 samples, now it takes 8" in found.warnings[-1]
+    was = 8 if "length" in fields else 7
+    assert f"an epoch had {was} steps, now 13" in found.warnings[-1]
+    assert "global_batch=16" in found.warnings[-1]
+
+
+def test_steps_of_an_epoch_that_is_dropped_at_its_end():
+    present = replace(FINGERPRINT, last="drop")
+    (said,) = accept(changed(global_batch=16, last="drop"), present, what="x").warnings
+    assert "an epoch had 6 steps, now 12" in said
+
+
+@given(st.integers(1, 60), st.integers(1, 8), st.integers(1, 5), st.sampled_from(get_args(Last)))
+def test_a_whole_epoch_has_the_same_steps_wherever_in_it_one_asks(length, batch, world, last):
+    assume(last != "drop" or length >= batch * world)
+    deal, at = Deal(length, batch, world, last), Position()
+    for _ in range(3):
+        steps = list(steps_of(deal, at))
+        for number, step in enumerate(steps):
+            assert deal.steps(step.at) == len(steps)
+            assert deal.steps_left(step.at) == len(steps) - number
+        at = steps[-1].after if last != "drop" else Position(at.epoch + 1, 0)
+
+
+@given(st.integers(1, 500), st.integers(1, 40))
+def test_a_global_batch_is_shared_equally_or_refused_with_numbers_that_would_do(whole, world):
+    if whole % world == 0:
+        assert batch_per_rank(None, whole, world) * world == whole
+        return
+    with pytest.raises(ValueError, match=f"global_batch={whole} .*{world} ranks") as caught:
+        batch_per_rank(None, whole, world)
+    batches, ranks = str(caught.value).split("it may be ")[1].split(f"; {whole} can be had on ")
+    for batch in map(int, batches.split(" or ")):
+        assert batch_per_rank(None, batch, world) * world == batch
+    for number in map(int, ranks.split(" rank")[0].split(", ")):
+        assert batch_per_rank(None, whole, number) * number == whole
+
+
+@pytest.mark.parametrize(
+    "told", [(None, None), (4, 8), (None, 0), (None, -4), (None, 8.0), (None, True), (None, "8")]
+)
+def test_a_batch_is_told_once_and_is_a_number(told):
+    with pytest.raises(ValueError, match="global_batch"):
+        batch_per_rank(*told, 2)
 
 
 def test_what_a_later_version_adds_is_ignored():
     found = accept(changed(note="hello"), FINGERPRINT, what="x")
-    assert (found.position, found.warnings, found.notes) == (Position(3, 40), (), ())
+    assert (found.position, found.warnings) == (Position(3, 40), ())
 
 
 def test_an_unknown_way_out_is_refused():

@@ -197,11 +197,11 @@ def test_more_ranks_than_samples_left_give_repeats_that_do_not_count(paths):
     assert [loader.valid for loader in job.loaders] == [1, 1, 1, 0]
 
 
-def test_len_is_what_is_left(paths):
+def test_len_is_the_whole_epoch_and_steps_left_is_the_rest(paths):
     loader = loader_of(paths)
     assert len(loader) == 13
     take(loader, 4)
-    assert len(loader) == 9
+    assert (len(loader), loader.steps_left) == (13, 9)
 
 
 def test_labels_come_with_their_files_in_their_dtype_and_shape(paths):
@@ -285,7 +285,7 @@ def test_grown_data_is_fine_between_epochs_and_starts_the_epoch_anew_if_asked(pa
 
 
 def test_another_number_of_samples_per_step_is_told(paths, caplog):
-    caplog.set_level(logging.INFO)
+    caplog.set_level(logging.WARNING)
     loader_of(paths, 4).load_state_dict(loader_of(paths, 8).state_dict())
     assert "a step took 8 samples, now it takes 4" in caplog.text
 
