@@ -9,10 +9,13 @@ Reading it runs no code and believes nothing: see `format/opcodes`, `stand_ins` 
 
 from __future__ import annotations
 
+import copyreg
+import io
 import pickle
+from typing import Any
 
 import xxhash
-from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 
 from dcp_checkfreq.errors import BrokenMetadata, NewerFormat
 from dcp_checkfreq.format.build import lost_chunk, metadata_of
@@ -26,6 +29,7 @@ from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, OddFile, Tier, 
 MAGIC = b"\x89dcpcf\r\n"
 TRAILER_BYTES = len(MAGIC) + 8 + 16
 ATTRIBUTE = "dcp_checkfreq"
+_FIELDS_OF_PROPERTIES = 5  # torch 2.15 writes a sixth, the strides: no torch before it reads that
 
 
 def content_of(folder: Tier, name: str = METADATA) -> bytes:
@@ -43,10 +47,23 @@ def content_of(folder: Tier, name: str = METADATA) -> bytes:
 
 
 def dump(metadata: Metadata, record: Record) -> bytes:
-    """Return the content of ``.metadata``: ``metadata`` with ``record`` in it, and the trailer."""
+    """Return the content of ``.metadata``: ``metadata`` with ``record`` in it, and the trailer.
+
+    Whatever torch writes it, every torch since 2.3 reads it.
+    """
     setattr(metadata, ATTRIBUTE, encode(record))
-    body = pickle.dumps(metadata, protocol=4)
+    out = io.BytesIO()
+    pickler = pickle.Pickler(out, protocol=4)
+    pickler.dispatch_table = copyreg.dispatch_table | {TensorProperties: _reduced}
+    pickler.dump(metadata)
+    body = out.getvalue()
     return body + _trailer(body)
+
+
+def _reduced(properties: TensorProperties) -> tuple[Any, ...]:
+    """Return what pickle makes of it, as torch wrote it from 2.3 to 2.14."""
+    state = properties.__getstate__()[:_FIELDS_OF_PROPERTIES]  # type: ignore[no-untyped-call]
+    return copyreg.__newobj__, (type(properties),), state  # type: ignore[attr-defined]
 
 
 def _trailer(body: bytes) -> bytes:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import functools
+import operator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, replace
 from itertools import compress
 from typing import Any
@@ -91,12 +93,17 @@ def _share_equal_parts(metadata: Metadata) -> None:
     for kept in metadata.state_dict_metadata.values():
         if isinstance(kept, TensorStorageMetadata):
             own = kept.properties
-            kept.properties = properties.setdefault(
-                (own.dtype, own.layout, own.requires_grad, own.memory_format, own.pin_memory), own
-            )
+            kind: Any = type(own)
+            kept.properties = properties.setdefault(_values_of(kind)(own), own)
             kept.chunks = [
                 chunks.setdefault((chunk.offsets, chunk.sizes), chunk) for chunk in kept.chunks
             ]
+
+
+@functools.cache
+def _values_of(kind: type[Any]) -> Callable[[TensorProperties], tuple[object, ...]]:
+    """Return what gets all fields of it: since torch 2.15 the strides are one, too."""
+    return operator.attrgetter(*(field.name for field in fields(kind)))
 
 
 def _describe(key: str, offset: torch.Size | None) -> str:

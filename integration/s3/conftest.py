@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
+sys.path.append(str(Path(__file__).parents[2] / "tests"))  # stock_fsspec
 
 from server_fixtures import proxy, weed
 from servers import BUCKET, KEY, SECRET

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from servers import BUCKET, KEY, SECRET, Break
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
+from stock_fsspec import FsspecReader
 
 from dcp_checkfreq import (
     CheckFreqReader,

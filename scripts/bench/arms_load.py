@@ -8,12 +8,12 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
 
 from arms_save import own_file
 from harness import Ranks
 from limits import read_direct, read_pread
 from states import State, local_bytes, locals_of, nested
+from stock_fsspec import FsspecReader
 
 Counts = dict[str, float]  # what the reader counted itself, on this rank
 Load = Callable[[State, Path, Ranks], Counts]

@@ -13,12 +13,12 @@ from typing import Any
 from urllib.parse import urlsplit
 
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 from harness import Ranks
 from limits import huge_buffers
 from s3_servers import KEY, SECRET
 from states import State, local_bytes, nested
+from stock_fsspec import FsspecReader, FsspecWriter
 
 PART_BYTES = 16 << 20
 READ_BYTES = 8 << 20

@@ -8,11 +8,11 @@ from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
 
 from harness import Ranks
 from limits import write_direct
 from states import State, local_bytes, locals_of, nested
+from stock_fsspec import FsspecWriter
 
 Save = Callable[[State, Path], None]  # returns when the checkpoint is durable
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from behaviour_tools import blank, load, same, save, some_state
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from stock_fsspec import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save, torch_save_to_dcp
 
