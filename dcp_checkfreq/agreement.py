@@ -58,7 +58,7 @@ class Agreement:
     background thread must be done before the next call here.
 
     Args:
-        timeout_s: how long a rank waits for the others before it raises.
+        timeout_s: how long a rank waits for the others, and for its own storage, before it raises.
         clock: by which work takes long; see `Watchdog`.
 
     Raises:
@@ -80,6 +80,7 @@ class Agreement:
         self.watchdog = Watchdog(self.rank, clock if clock and is_clock else SystemClock())
         self.is_alone = True  # there is no process group
         self.timeout_s, problem = _checked(timeout_s)
+        self.watchdog.limit_s = self.timeout_s
         if dist.is_available() and dist.is_initialized():
             self.is_alone = False
             with self._others_answer("making a process group", ""):
@@ -113,6 +114,15 @@ class Agreement:
     def doing(self, phase: str, where: str = "") -> contextlib.AbstractContextManager[None]:
         """Say what this rank is at, for a warning if it does not return; see `Watchdog`."""
         return self.watchdog.doing(phase, where)
+
+    def asking(self, phase: str, where: str = "") -> contextlib.AbstractContextManager[None]:
+        """Say what this rank asks the storage for; what it does not come back from is given up."""
+        return self.watchdog.doing(phase, where, in_storage=True)
+
+    def gave_up(self, why: str) -> None:
+        """Tell the other ranks, if they come to ask, why this one does not answer."""
+        if self._notes is not None:
+            self._notes.leave(why)
 
     # --- what all ranks call ---
 

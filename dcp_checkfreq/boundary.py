@@ -43,7 +43,7 @@ def tells_errors(
             try:
                 if watchdog is None:
                     return method(self, *args, **kwargs)
-                with watchdog.doing(doing, _where(self)):
+                with watchdog.doing(doing, _where(self), in_storage=True):
                     return method(self, *args, **kwargs)
             except Exception as error:
                 if survives_pickle(error) or not _has_others():

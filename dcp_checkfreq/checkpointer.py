@@ -29,7 +29,7 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.gate import Gate, next_step
 from dcp_checkfreq.leaving import close_at_exit
 from dcp_checkfreq.local_copies import LocalCopies
-from dcp_checkfreq.outcome import report
+from dcp_checkfreq.outcome import Ended, Measured, report
 from dcp_checkfreq.own_steps import OwnSteps, place_of
 from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, facts_of, tuned_pacer
 from dcp_checkfreq.planner import CheckFreqSavePlanner
@@ -40,11 +40,12 @@ from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.recovery.unfinished import Unfinished
 from dcp_checkfreq.restoring import Restored, Restorer
 from dcp_checkfreq.root_check import check_root
-from dcp_checkfreq.saving import Ended, Measured, Saver
+from dcp_checkfreq.saving import Saver
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.pool import drop_device_pools
 from dcp_checkfreq.step_times import StepTimes
 from dcp_checkfreq.stopping import Job, Stopping
+from dcp_checkfreq.storage.forwarding import noted
 from dcp_checkfreq.storage.lengths import check_root_lengths
 from dcp_checkfreq.storage.open import Location, open_tier
 from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_root
@@ -182,6 +183,8 @@ class Checkpointer:
             if staging_dir is not None:
                 self._root = staged_root(self._root, staging_dir, limit_bytes=staging_bytes)
             check_root_lengths(self._root)
+            place = place_of(self._root)  # where others of this process are named
+            self._root = noted(self._root, self._agree.watchdog.moved)
             self._state = AppState(state, self._agree.rank)
             self._run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])
             self._lease = LeaseFile(self._root, self._run_id, self._clock)
@@ -260,7 +263,6 @@ class Checkpointer:
             self.last_saved_step: int | None = None
             self.failures_in_a_row = 0
         self._pid = os.getpid()
-        place = place_of(self._root)  # where others of this process are named
         self._is_closed = close_at_exit(self, Checkpointer.close, place=place)
         self._holdings = Holdings(
             self._guard, self._stopping, self._saver, self._lease, self._agree

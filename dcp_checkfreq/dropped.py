@@ -49,6 +49,6 @@ class Holdings:
             self.saver.retire(self._release)
 
     def _release(self) -> None:
-        if self.agree.rank == 0:
+        if self.agree.rank == 0 and not self.saver.has_given_up:  # it would hang as well
             self.lease.release()
         self.agree.close()

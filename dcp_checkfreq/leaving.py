@@ -33,7 +33,10 @@ class Unfinished(Protocol):
         ...
 
     def wait_at_exit(self) -> None:
-        """Wait for its end. On the main thread; the interpreter may be shutting down."""
+        """Wait for its end, or raise why there is none.
+
+        On the main thread; the interpreter may be shutting down.
+        """
         ...
 
     def problem(self) -> BaseException | None:
@@ -132,8 +135,11 @@ def _hook() -> None:
 def _main_thread_has_ended() -> None:
     mine = _process
     mine.begun = mine.under_way()
-    for one in mine.begun:
-        _wait_for(one)
+    for one in list(mine.begun):
+        problem = _wait_for(one)
+        if problem is not None:
+            mine.begun.remove(one)
+            mine.lost.append(problem)
     if multiprocessing.parent_process() is not None:
         _at_exit()  # such processes end without the other hooks
 
@@ -151,8 +157,7 @@ def _at_exit() -> None:
         except BaseException as error:  # noqa: BLE001  told below
             problems.append(error)
     for one in begun:
-        _wait_for(one)
-        problem = one.problem()
+        problem = _wait_for(one) or one.problem()
         if problem is not None and problem not in problems:
             problems.append(problem)
     mine.lost, mine.begun = [], []
@@ -160,11 +165,15 @@ def _at_exit() -> None:
         _end(problems)
 
 
-def _wait_for(one: Unfinished) -> None:
+def _wait_for(one: Unfinished) -> Exception | None:
+    """Wait for the end of one; return why there is none."""
     try:
         one.wait_at_exit()
+    except Exception as error:  # noqa: BLE001  told at the end
+        return error
     except BaseException as error:  # noqa: BLE001  the user's Ctrl-C
         _end([error])
+    return None
 
 
 def _end(problems: list[BaseException]) -> NoReturn:

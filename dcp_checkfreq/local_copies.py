@@ -135,12 +135,12 @@ class LocalCopies:
 
         attempts = {parsed[2] for file in own if (parsed := names.parse_shard(file)) is not None}
 
-        def copy(stop: threading.Event) -> None:
+        def copy(stop: threading.Event, moved: Callable[[int], None]) -> None:
             for attempt in attempts:
                 self._root.area.claim(attempt)
             for file in own:
                 folder.slow.delete(file)  # cut short by the crash, whatever its size says
-            folder.upload(own, threads=self._threads, stop=stop)
+            folder.upload(own, threads=self._threads, stop=stop, moved=moved)
 
         # Before the first file is there: from then on cleaning and this exclude each other.
         self._agree.decide(reserve)

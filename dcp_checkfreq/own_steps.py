@@ -8,10 +8,11 @@ from collections import deque
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.errors import SaveFailed, StepsExist, WriteFailed
+from dcp_checkfreq.errors import RecoveryFailed, SaveFailed, StepsExist, WriteFailed
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
 from dcp_checkfreq.leaving import open_at
+from dcp_checkfreq.patience import Asking
 from dcp_checkfreq.policy.retention import Retention, select_expired
 from dcp_checkfreq.recovery.choose import Choice
 from dcp_checkfreq.recovery.clean import KnownSteps, delete_step
@@ -20,6 +21,7 @@ from dcp_checkfreq.recovery.plan import leaves
 from dcp_checkfreq.recovery.root_id import readable_id_of_root
 from dcp_checkfreq.recovery.root_watch import RootWatch
 from dcp_checkfreq.recovery.scan import examine, scan
+from dcp_checkfreq.storage.forwarding import noted
 from dcp_checkfreq.storage.tier import Tier
 from dcp_checkfreq.writer import CheckFreqWriter
 
@@ -131,7 +133,11 @@ class OwnSteps:
             raise WriteFailed(where, f"the link cannot be removed: {error}") from error
 
     def _refuse_foreign_steps(self) -> None:
-        records = scan(self._root)
+        asking = Asking(
+            self._agree.watchdog, functools.partial(RecoveryFailed, self._root.location)
+        )
+        root = noted(self._root, asking.moved)
+        records = asking.run(lambda: scan(root), "looking for steps", self._root.location)
         self._watch.begin(readable_id_of_root(self._root), records)
         whole = sorted(record.step for record in records if record.problem is None)
         if whole:

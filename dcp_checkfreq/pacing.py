@@ -15,7 +15,7 @@ from dcp_checkfreq.policy.profile import StoredProfile, fingerprint
 from dcp_checkfreq.policy.seen import Iteration, SaveSeen, summarise, worst_seen
 from dcp_checkfreq.policy.tuner import Decision, Tuning
 from dcp_checkfreq.recovery.profile_file import ProfileFiles
-from dcp_checkfreq.saving import Measured
+from dcp_checkfreq.outcome import Measured
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)

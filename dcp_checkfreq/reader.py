@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import logging
 import os
@@ -24,6 +25,7 @@ from torch.futures import Future
 from dcp_checkfreq import options
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.boundary import tells_errors
+from dcp_checkfreq.clock import SystemClock
 from dcp_checkfreq.covered import check_covered
 from dcp_checkfreq.errors import (
     BrokenMetadata,
@@ -39,6 +41,7 @@ from dcp_checkfreq.format.index import Record, digest_starts
 from dcp_checkfreq.format.safe_bytes import load_object, load_tensor
 from dcp_checkfreq.format.torch_private import StorageInfo
 from dcp_checkfreq.garbage import collector_held
+from dcp_checkfreq.patience import Asking
 from dcp_checkfreq.planner import CheckFreqLoadPlanner
 from dcp_checkfreq.shards.codec import finish_gpu_work
 from dcp_checkfreq.shards.fetch import Fetcher
@@ -235,9 +238,10 @@ class CheckFreqReader(StorageReader):
         jobs = self._agreed_jobs(plan, planner)
         on_gpus = [job.target.tensor for job in jobs if isinstance(job.target, TensorTarget)]
         finish_gpu_work(on_gpus)  # reading threads have streams of their own
-        served = self._from_either(lambda tier: self._share(tier, jobs), jobs)
+        asking = Asking(self._watched_by(), self._failed)
+        served = self._from_either(lambda tier: self._share(tier, jobs, asking), jobs)
         own = [job for job in jobs if job.want.ticket not in served]
-        self._from_either(lambda tier: self._fetch(tier, jobs, own), own)
+        self._from_either(lambda tier: self._fetch(tier, jobs, own, asking), own)
         finish_gpu_work(on_gpus)
         for job in jobs:
             self._hand_over(job, planner)
@@ -259,6 +263,13 @@ class CheckFreqReader(StorageReader):
     def _failed(self, text: str) -> LoadFailed:
         return LoadFailed(self._tier.location, text)
 
+    def _watched_by(self) -> Watchdog:
+        """Return who knows whether reads come back; without other ranks nobody gives up."""
+        sharing = self._sharing
+        if self.watchdog is None and sharing is not None:
+            return sharing.watchdog
+        return self.watchdog or Watchdog(0, SystemClock())
+
     @property
     def _sharing(self) -> Agreement | None:
         agreement = self._agreement if self._share_reads else None
@@ -276,11 +287,11 @@ class CheckFreqReader(StorageReader):
             job.target.start_over()
         return read(self._tier.slow)
 
-    def _share(self, tier: Tier, jobs: list[_Job]) -> AbstractSet[int]:
+    def _share(self, tier: Tier, jobs: list[_Job], asking: Asking) -> AbstractSet[int]:
         """Serve what other ranks want too; return the tickets of it."""
         if self._sharing is None:
             return frozenset()
-        fetcher = self._fetcher(tier)
+        fetcher = self._fetcher(tier, asking)
         try:
             shared = share(
                 self._sharing,
@@ -289,27 +300,34 @@ class CheckFreqReader(StorageReader):
                 [job.digests for job in jobs],
                 [job.key for job in jobs],
                 fetcher.fetch,
+                asking,
+                self._tier.location,
             )
         finally:
-            fetcher.close()
+            if not asking.is_given_up:  # closing may hang as well
+                fetcher.close()
         self.bytes_read += shared.bytes_read
         self.bytes_received += shared.bytes_received
         return shared.tickets
 
-    def _fetch(self, tier: Tier, jobs: list[_Job], own: list[_Job]) -> None:
-        fetcher = self._fetcher(tier)
-        try:
-            self.bytes_read += fetcher.fetch(
-                [job.want for job in own],
-                [job.target for job in jobs],
-                [job.digests for job in jobs],
-                [job.key for job in jobs],
-            )
-        finally:
-            fetcher.close()
+    def _fetch(self, tier: Tier, jobs: list[_Job], own: list[_Job], asking: Asking) -> None:
+        def fetch() -> int:
+            with contextlib.closing(self._fetcher(tier, asking)) as fetcher:
+                return fetcher.fetch(
+                    [job.want for job in own],
+                    [job.target for job in jobs],
+                    [job.digests for job in jobs],
+                    [job.key for job in jobs],
+                )
 
-    def _fetcher(self, tier: Tier) -> Fetcher:
-        return Fetcher(tier, self._record.files if self._record else {}, self._threads)
+        if self.watchdog is None:
+            self.bytes_read += fetch()
+        else:
+            self.bytes_read += asking.run(fetch, "reading", self._tier.location)
+
+    def _fetcher(self, tier: Tier, asking: Asking) -> Fetcher:
+        files = self._record.files if self._record else {}
+        return Fetcher(tier, files, self._threads, moved=asking.moved)
 
     def _jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Job]:
         entries: dict[MetadataIndex, StorageInfo] = self._metadata.storage_data

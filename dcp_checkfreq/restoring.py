@@ -9,15 +9,24 @@ import os
 import uuid
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
 
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.errors import BrokenMetadata, BrokenShard, LoadFailed, RankLost, SaveFailed
+from dcp_checkfreq.errors import (
+    BrokenMetadata,
+    BrokenShard,
+    LoadFailed,
+    RankLost,
+    RecoveryFailed,
+    SaveFailed,
+)
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.local_copies import LocalCopies
+from dcp_checkfreq.patience import Asking
 from dcp_checkfreq.planner import CheckFreqLoadPlanner
 from dcp_checkfreq.reader import CheckFreqReader
 from dcp_checkfreq.recovery.choose import (
@@ -33,6 +42,7 @@ from dcp_checkfreq.recovery.root_id import make_root_id
 from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.recovery.unfinished import Unfinished
 from dcp_checkfreq.root_check import is_read_only
+from dcp_checkfreq.storage.forwarding import noted
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
@@ -106,7 +116,7 @@ class Restorer:
             unfinished = [] if self._copies is None else self._copies.unfinished(refused)
             choice = self._agree.decide(
                 functools.partial(
-                    self._choose, step, depth, fresh_start, broken, unfinished, others
+                    self._choose_soon, step, depth, fresh_start, broken, unfinished, others
                 ),
                 "choosing a checkpoint",
             )
@@ -200,8 +210,21 @@ class Restorer:
         good = {one.record.name: one.files for one in unfinished if one.record.problem is None}
         self._copies.tidy(spare | good)
 
+    def _choose_soon(self, *given: Any) -> Choice:
+        """Return what `_choose` does, or give up: on a storage that does not come back."""
+        asking = Asking(
+            self._agree.watchdog, functools.partial(RecoveryFailed, self._root.location)
+        )
+        root = noted(self._root, asking.moved)
+        return asking.run(
+            functools.partial(self._choose, root, *given),
+            "choosing a checkpoint",
+            self._root.location,
+        )
+
     def _choose(
         self,
+        root: Tier,
         step: int | None,
         depth: Depth,
         fresh_start: bool,
@@ -212,12 +235,12 @@ class Restorer:
         """On rank 0: clean up, look, and decide what to go on from."""
         also = [one.record for one in unfinished]
         new = self._newcomer(others)
-        self._clean_up(frozenset[str]().union(*(one.files for one in unfinished)))
+        self._clean_up(root, frozenset[str]().union(*(one.files for one in unfinished)))
         if fresh_start:
-            return choose_nothing(self._root, new, also)
+            return choose_nothing(root, new, also)
         if step is not None:
-            return choose_step(self._root, new, step, depth, also)
-        choice = choose_newest(self._root, new, depth, broken, also)
+            return choose_step(root, new, step, depth, also)
+        choice = choose_newest(root, new, depth, broken, also)
         for text in choice.passed_over:
             _log.warning("%s: passed over %s", self._root.location, text)
         return choice
@@ -233,7 +256,7 @@ class Restorer:
             others.add(other)
         return Newcomer(run_id, frozenset(others))
 
-    def _clean_up(self, spared: frozenset[str]) -> None:
+    def _clean_up(self, root: Tier, spared: frozenset[str]) -> None:
         """Take the lease and remove leftovers. A storage that cannot be written to can be read."""
         self._beside = None
         try:
@@ -253,11 +276,11 @@ class Restorer:
         if not self._take_lease():
             return
         try:
-            clean_root(self._root, now_s=self._clock.wall_s(), spared=spared)
+            clean_root(root, now_s=self._clock.wall_s(), spared=spared)
         except OSError as error:
             _log.warning("%s: leftovers stay for now: %s", self._root.location, error)
         try:
-            make_root_id(self._root)
+            make_root_id(root)
         except OSError as error:
             _log.warning("%s: it has no id for now: %s", self._root.location, error)
 
@@ -289,8 +312,12 @@ class Restorer:
                 raise BrokenMetadata(folder.location, why) from None
 
         # Read once for all ranks: on shared file systems others might not see it yet.
+        asking = Asking(self._agree.watchdog, functools.partial(LoadFailed, self._root.location))
         known = self._agree.decide(
-            lambda: metadata_format.load(content(), folder.location), "reading .metadata"
+            lambda: metadata_format.load(
+                asking.run(content, "reading .metadata", folder.location), folder.location
+            ),
+            "reading .metadata",
         )
         wrap = functools.partial(LoadFailed, folder.location)
         with self._agree.region("making room for what is loaded", wrap=wrap):

@@ -31,7 +31,8 @@ from dcp_checkfreq.errors import (
 )
 from dcp_checkfreq.gate import Gate
 from dcp_checkfreq.leaving import lost, watch
-from dcp_checkfreq.outcome import outcome_of, report
+from dcp_checkfreq.outcome import Ended, Measured, is_certain, outcome_of, report
+from dcp_checkfreq.patience import give_up_if_stuck, wait_for
 from dcp_checkfreq.planner import CheckFreqSavePlanner, FailingSavePlanner
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.tuner import Decision
@@ -44,33 +45,6 @@ from dcp_checkfreq.uploading import upload_and_publish
 from dcp_checkfreq.writer import CheckFreqWriter
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Measured:
-    """What a save cost this rank. Filled in as the save goes on; seconds on the host's clock."""
-
-    mode: Mode
-    interval_steps: int | None = None  # k when it began
-    blocked_s: float = 0.0  # the loop was held up for it
-    failed: bool = False
-    copied_bytes: int = 0
-    state_bytes: int = 0
-    call_s: float = 0.0  # before copying begins: looking at the state, agreeing with other ranks
-    copy_s: float = 0.0  # Tc or Tg
-    persist_s: float = 0.0  # Ts: copied until published, cleaning up after the save before included
-    gpu_copy_s: float | None = None  # Tg, where it was tried
-    written_bytes: int = 0  # of tensors that this rank writes from now on
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A save that has ended, as all ranks know it."""
-
-    step: int
-    at: int  # the first step at which all ranks act on it
-    error: BaseException | None
-    decision: Decision | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +73,7 @@ class _Job:
     facts: Callable[[], Any] | None  # None: nothing follows from what it cost
     snapshot: Snapshot | None = None
     ended: Ended | None = None
+    is_given_up: bool = False  # and the training thread has heard of it
 
 
 @dataclass(slots=True)
@@ -152,6 +127,7 @@ class Saver:
         self._running: Task[None] | None = None
         self._cleaning: Task[None] | None = None
         self._retiring: Task[None] | None = None
+        self._gave_up = False
         self._pid = os.getpid()
         planner.expect_ranks(agree.world_size)
         watch(self)
@@ -355,6 +331,9 @@ class Saver:
 
         Args:
             step: only if all ranks act on it at this step. None: wait for its end.
+
+        Raises:
+            SaveFailed: the storage of this rank does not come back.
         """
         self._check_process()
         job = self._job
@@ -363,6 +342,8 @@ class Saver:
         if step is None:
             self._wait_for(self._running)
         ended = job.ended
+        if ended is None:
+            give_up_if_stuck(self._agree.watchdog, self._give_up)
         if ended is None or (step is not None and step < ended.at):
             return None
         self._job = self._running = None
@@ -372,29 +353,53 @@ class Saver:
         """Return once nothing is going on in the background; `ended` tells how the save ended."""
         self._check_process()
         self._wait_for(self._running)
-        self._wait_for(self._cleaning)
+        try:
+            self._wait_for(self._cleaning)
+        except SaveFailed as error:  # what was saved is saved
+            report(_log.error, "checkpoints that are not kept stay for now: %s", error.why)
 
     def _check_process(self) -> None:
         if self._pid != os.getpid():
             why = "a forked child cannot use what its parent saves with: let it make its own"
             raise SaveFailed(f"process {os.getpid()}", why)
 
-    @staticmethod
-    def _wait_for(task: Task[None] | None) -> None:
+    def _wait_for(self, task: Task[None] | None) -> None:
         if task is not None:
+            wait_for(task, self._agree.watchdog, self._give_up)
             task.result()
+
+    def _give_up(self, why: str) -> SaveFailed:
+        """Give up what is going on in the background; return what the training thread raises."""
+        if not self._gave_up:
+            self._agree.gave_up(why)
+        self._gave_up = True
+        job = self._job
+        if job is None:
+            return SaveFailed("what comes next", why)
+        job.is_given_up = True
+        if isinstance(job, _Save) and job.writer.give_up(why):
+            return PublishUnknown(job.writer.checkpoint_id, why)
+        return SaveFailed(f"step {job.step}", why)
 
     def close(self) -> None:
         """Wait for the save in flight and end the thread. May be called twice."""
         self.wait()
-        self._crew.close()
+        if not self.has_given_up:
+            self._crew.close()
 
     # --- when nobody calls any more ---
 
     @property
+    def has_given_up(self) -> bool:
+        """Whether what is going on in the background will hardly come to an end."""
+        return self._gave_up and self._agree.watchdog.stuck() is not None
+
+    @property
     def is_under_way(self) -> bool:
         """Whether the process must not end now, or has not heard that a save has failed."""
-        return self.is_busy or self.is_running
+        if self._job is not None and self._job.is_given_up:
+            return False
+        return self.is_busy or (self.is_running and not self.has_given_up)
 
     def wait_at_exit(self) -> None:
         """Wait like `wait`, and until what `retire` was given is done."""
@@ -403,7 +408,8 @@ class Saver:
 
     def problem(self) -> BaseException | None:
         """Return why the save failed that `ended` has not told of."""
-        ended = None if self._job is None else self._job.ended
+        job = self._job
+        ended = None if job is None or job.is_given_up else job.ended
         return None if ended is None else ended.error
 
     def retire(self, then: Callable[[], None]) -> None:
@@ -444,7 +450,7 @@ class Saver:
 
     def _clean_up(self, step: int) -> None:
         try:
-            with self._agree.doing("removing what is not kept"):
+            with self._agree.asking("removing what is not kept"):
                 self._after_publishing(step)
         except Exception:  # noqa: BLE001  nothing of it concerns the training
             report(_log.exception, "step %d is saved; cleaning up after it failed", step)
@@ -458,7 +464,8 @@ class Saver:
                 job.snapshot.wait()
                 measured.copy_s = job.snapshot.copy_s
             if self._agree.rank == 0:
-                self._before_writing()
+                with self._agree.asking("renewing the lease"):
+                    self._before_writing()
             state = dict(job.snapshot.state) if job.snapshot is not None else {}
         except BaseException as error:  # noqa: BLE001  the others are in the save already
             planner, state = self._refusing(job.step, "copying the state", error), {}
@@ -581,14 +588,3 @@ def _gives_back(job: _Job) -> list[Callable[[], None]]:
 
 def _save_failed(step: int) -> Callable[[str], SaveFailed]:
     return functools.partial(SaveFailed, f"step {step}")
-
-
-def is_certain(error: CheckpointException) -> bool:
-    """Tell whether a save that ended so was not published, so that its files may go on all ranks.
-
-    An interrupt on rank 0 may have come after the commit, in DCP's code or on the way back to it.
-    """
-    of_rank_0 = error.failures.get(0)
-    return of_rank_0 is None or (
-        isinstance(of_rank_0[0], Exception) and not isinstance(of_rank_0[0], PublishUnknown)
-    )

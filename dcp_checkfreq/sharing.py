@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 import torch
 
 from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.crew import Crew, Task
+from dcp_checkfreq.patience import Asking
 from dcp_checkfreq.shards.codec import bytes_of
 from dcp_checkfreq.shards.fetch import Taker
 from dcp_checkfreq.shards.read_plan import Want
@@ -47,6 +50,8 @@ def share(
     digests: Sequence[Sequence[int]],
     keys: Sequence[str],
     fetch: Fetch,
+    asking: Asking,
+    where: str,
 ) -> Shared:
     """Read what more than one rank wants once, and hand it to the targets of all of them.
 
@@ -59,6 +64,8 @@ def share(
         digests: see `Fetcher.fetch`.
         keys: see `Fetcher.fetch`.
         fetch: like `Fetcher.fetch`; called in a thread.
+        asking: gives up if that never returns.
+        where: the checkpoint.
 
     Raises:
         BrokenShard: of any rank, on all of them. Some targets may have got some bytes.
@@ -70,17 +77,24 @@ def share(
     chunk_bytes = min(_CHUNK_BYTES, max(1 << 20, _ALL_CHUNKS_BYTES // agree.world_size))
     plan = rounds(agree.gather(list(mine)), chunk_bytes=chunk_bytes)
     exchange = _Exchange(agree, mine, targets, digests, keys, fetch)
-    with ThreadPoolExecutor(1, thread_name_prefix="checkfreq-share") as pool:
-        reading = pool.submit(exchange.read, plan[0]) if plan else None
+    crew = Crew(1, "checkfreq-share")  # its thread ends when that is dropped: nobody waits for it
+    reading: Task[torch.Tensor | None] | None = None
+    try:
         for number, chunks in enumerate(plan):
-            assert reading is not None
+            reading = reading or crew.start(functools.partial(exchange.read, chunks))
             # Before anybody waits for bytes that will not come.
             with agree.region("reading for other ranks"):
-                read = reading.result()
+                read = asking.result_of(reading, "reading for other ranks", where)
                 into = exchange.room(chunks)
+            reading = None
             if number + 1 < len(plan):
-                reading = pool.submit(exchange.read, plan[number + 1])
+                reading = crew.start(functools.partial(exchange.read, plan[number + 1]))
             exchange.swap(chunks, read, into)
+    except BaseException:
+        if reading is not None and not asking.is_given_up:  # it uses files that the caller closes
+            with contextlib.suppress(Exception):
+                asking.result_of(reading, "reading for other ranks", where)
+        raise
     exchange.done.tickets = frozenset(
         want.ticket
         for chunks in plan

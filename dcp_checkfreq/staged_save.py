@@ -100,7 +100,9 @@ class StagedSave:
     def start_upload(self) -> Upload:
         """Start to copy the shards to the slow side."""
         return Upload(
-            lambda stop: self._folder.upload(self._shards, threads=self._threads, stop=stop)
+            lambda stop, moved: self._folder.upload(
+                self._shards, threads=self._threads, stop=stop, moved=moved
+            )
         )
 
     def abandon(self, shards: Sequence[str]) -> None:

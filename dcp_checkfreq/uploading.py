@@ -32,20 +32,29 @@ def upload_and_publish(
         each_round: called on rank 0 while they are not; must not raise.
 
     Raises:
-        WriteFailed: an upload failed, on all ranks. Nothing was published.
+        WriteFailed: an upload failed, or came to a stand, on all ranks. Nothing was published.
         SaveFailed, PublishUnknown: of ``publish``, on all ranks.
         RankLost: a rank did not answer.
     """
 
     def rule(are_done: list[bool]) -> bool:
         if all(are_done):
-            publish()
+            with agree.asking("publishing", where):
+                publish()
             return True
-        each_round()
+        with agree.asking("renewing the lease", where):
+            each_round()
         return False
 
+    round_s = min(_ROUND_S, agree.timeout_s / 4)
+
     def look() -> bool:
-        if not upload.wait(min(_ROUND_S, agree.timeout_s / 4)):
+        if not upload.wait(round_s):
+            still_s = upload.still_for(round_s)
+            if still_s >= agree.timeout_s:
+                upload.give_up()
+                at = f"rank {agree.rank} has been uploading, without a sign for {still_s:.0f} s"
+                raise WriteFailed(where, f"the storage does not come back: {at}")
             return False
         problem = upload.problem()
         if problem is None:

@@ -1,7 +1,8 @@
 """Work that does not return is told: once a minute, with rank, phase and place.
 
 Whoever saves or restores says what it begins and when it is through (`Watchdog.doing`). A thread
-looks now and then whether something has been going on for long. Nothing is ended by it.
+looks now and then whether something has been going on for long. Nothing is ended by it; but it
+knows whether calls to the storage come back, and so whoever waits for them can give up.
 """
 
 from __future__ import annotations
@@ -9,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import math
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.storage.tier import SLOWEST_BYTES_PER_S
 
 _log = logging.getLogger(__name__)
 
 WARN_AFTER_S = 60.0
 _POLL_S = 1.0
-_JOIN_S = 2.0
 
 
 @dataclass(slots=True)
@@ -28,6 +30,7 @@ class _Work:
     where: str
     since_s: float
     thread: int
+    in_storage: bool = False  # calls to the storage, and nothing else that takes long
     told: int = 0  # times
 
     def text(self, now_s: float) -> str:
@@ -45,7 +48,12 @@ class Watchdog:
             an empty text when that is over.
         others: returns what other ranks have noted.
         after_s: so long is long; told again after as long.
+
+    Attributes:
+        limit_s: a storage from which nothing comes back for so long is given up; see `stuck`.
     """
+
+    limit_s: float = math.inf
 
     def __init__(
         self,
@@ -62,19 +70,61 @@ class Watchdog:
         self._numbers = itertools.count()
         self._at_work: dict[int, _Work] = {}  # in the order it began; changed without a lock
         self._is_noted = False
+        self._moves = self._moves_seen = 0  # the first by any thread: that it changes is enough
+        self._still_s = 0.0  # nothing has moved
+        self._extra_s = 0.0
         self._closing = threading.Event()
         self._thread: threading.Thread | None = None
 
     @contextlib.contextmanager
-    def doing(self, phase: str, where: str = "") -> Iterator[None]:
-        """Say that this thread is at something, as in "has been writing /runs/step_3"."""
+    def doing(self, phase: str, where: str = "", *, in_storage: bool = False) -> Iterator[None]:
+        """Say that this thread is at something, as in "has been writing /runs/step_3".
+
+        Args:
+            phase: what it does.
+            where: and where.
+            in_storage: it asks the storage for something, and calls `moved` if that may take long.
+        """
         number = next(self._numbers)
-        work = _Work(phase, where, self._clock.monotonic_s(), threading.get_ident())
+        work = _Work(phase, where, self._clock.monotonic_s(), threading.get_ident(), in_storage)
+        if in_storage:
+            self._extra_s = 0.0
+            self.moved()
         self._at_work[number] = work
         try:
             yield
         finally:
             del self._at_work[number]
+            if in_storage:
+                self._extra_s = 0.0
+                self.moved()
+
+    def moved(self) -> None:
+        """Say that the storage has done something. On any thread, as often as you like."""
+        self._moves += 1
+
+    def noted(self, pieces: Iterable[memoryview], size_bytes: int) -> Iterator[memoryview]:
+        """Return the pieces of a file. That one is asked for says that the storage does something.
+
+        Its last call may have all of the ``size_bytes`` to bring somewhere.
+        """
+        self._extra_s = max(self._extra_s, size_bytes / SLOWEST_BYTES_PER_S)
+        for piece in pieces:
+            self.moved()
+            yield piece
+        self.moved()
+
+    def stuck(self) -> str | None:
+        """Return what the storage does not come back from for `limit_s`, or None."""
+        if self._still_s < self.limit_s + self._extra_s:
+            return None
+        late = [work for work in self._innermost() if work.in_storage]
+        now_s, still_s = self._clock.monotonic_s(), self._still_s
+        texts = [f"{work.text(now_s)}, without a sign for {still_s:.0f} s" for work in late]
+        return f"rank {self._rank} {'; '.join(texts)}" if late else None
+
+    def _innermost(self) -> Iterable[_Work]:
+        return {work.thread: work for work in list(self._at_work.values())}.values()
 
     def connect(self, note: Callable[[str], None], others: Callable[[], Mapping[int, str]]) -> None:
         """Name the way to the other ranks, once there is one; see the arguments."""
@@ -95,13 +145,15 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closing.wait(_POLL_S):
+            # Counted, and not looked up: a process that was stopped for a while has seen nothing.
+            self._still_s = self._still_s + _POLL_S if self._moves == self._moves_seen else 0.0
+            self._moves_seen = self._moves
             self.look()
 
     def look(self) -> None:
         """Tell what has been going on for long."""
         now_s = self._clock.monotonic_s()
-        innermost = {work.thread: work for work in list(self._at_work.values())}
-        late = [w for w in innermost.values() if now_s - w.since_s >= self._after_s]
+        late = [w for w in self._innermost() if now_s - w.since_s >= self._after_s]
         is_news = False
         for work in late:
             times = int((now_s - work.since_s) // self._after_s)

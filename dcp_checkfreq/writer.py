@@ -237,6 +237,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         """Return the plan as it is."""
         return plan
 
+    @tells_errors(SaveFailed, "reserving the commit")
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Return the plans as they are; nothing of ours travels in them, so cached plans do.
 
@@ -441,9 +442,9 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     ) -> None:
         def one(name: str, placement: Placement) -> None:
             try:
-                write(name, pieces(items, placement), placement.size_bytes)
+                write(name, self._noted(items, placement), placement.size_bytes)
             except StaleCredentials:
-                write(name, pieces(items, placement), placement.size_bytes)
+                write(name, self._noted(items, placement), placement.size_bytes)
 
         jobs = list(zip(self._attempt.files, placements, strict=True))
         if len(jobs) == 1:
@@ -451,6 +452,21 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         elif jobs:
             with Crew(self._threads - 1, "checkfreq-write") as crew:  # and this thread
                 crew.run_all([functools.partial(one, *job) for job in jobs])
+
+    def _noted(self, items: list[Item], placement: Placement) -> Iterator[memoryview]:
+        """Return the pieces of a file; each that the storage asks for is a sign of life of it."""
+        made = pieces(items, placement)
+        dog = self.watchdog
+        return made if dog is None else dog.noted(made, placement.size_bytes)
+
+    def give_up(self, why: str) -> bool:
+        """On any thread: let this save come to nothing, if its storage ever comes back.
+
+        Returns:
+            Whether it is too late for that: the commit was begun.
+        """
+        self._attempt.give_up(SaveFailed(self._tier.location, why))
+        return self._attempt.may_be_published
 
     def abandon(self) -> None:
         """Remove this rank's files of a save that is known to have failed.

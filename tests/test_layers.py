@@ -54,6 +54,7 @@ LEVELS = {
     "staged_save": 3,
     "rollcall": 2,
     "watchdog": 2,
+    "patience": 2,
     "boundary": 3,
     "elastic": 3,
     "agreement": 3,

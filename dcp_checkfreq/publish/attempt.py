@@ -27,6 +27,7 @@ class SaveAttempt:
         files: shards of this rank.
         reservation: on the coordinator, the right to commit.
         reserved_by: process id of the coordinator, once it has made the reservation.
+        given_up: nobody waits for it any more: it must not be committed.
     """
 
     tier: Tier
@@ -35,6 +36,7 @@ class SaveAttempt:
     files: Collection[str] = ()
     reservation: Reservation | None = None
     reserved_by: int | None = None
+    given_up: CheckFreqError | None = None
 
     def reserve(self) -> None:
         """On the coordinator, before any rank writes: make the folder, and the right to commit.
@@ -53,6 +55,13 @@ class SaveAttempt:
         """Say that this rank's files are durable."""
         self.phase = advance(self.phase, Event.WROTE)
 
+    def give_up(self, error: CheckFreqError) -> None:
+        """On another thread: let `commit` raise ``error``. `may_be_published` says if it is late.
+
+        One sets this and looks at the phase, the other sets the phase and looks at this.
+        """
+        self.given_up = error
+
     def commit(self, publish: Callable[[Reservation], bytes | None]) -> bytes | None:
         """On the coordinator: call ``publish``, and keep track of what became of it.
 
@@ -62,6 +71,8 @@ class SaveAttempt:
         assert self.reservation is not None, "prepare_global_plan has made it"
         self.phase = advance(self.phase, Event.COMMITS)
         try:
+            if self.given_up is not None:
+                raise self.given_up
             replaced = publish(self.reservation)
         except PublishUnknown:
             self.phase = advance(self.phase, Event.NO_ANSWER)

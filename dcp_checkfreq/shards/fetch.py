@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from dcp_checkfreq.clock import Clock, SystemClock
+from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.errors import BrokenShard
 from dcp_checkfreq.format.digest import ALGORITHM, digest, first_bad_block
 from dcp_checkfreq.shards.read_plan import Want, Window, windows
 from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, borrowed, huge_buffer
 from dcp_checkfreq.storage.late import look_again
 from dcp_checkfreq.storage.tier import RangeReader, Tier, reads_at_once
+
+T = TypeVar("T")
 
 # Reading over a gap costs less than another request; the envelopes between payloads are gaps.
 MAX_GAP_BYTES = 16 << 10
@@ -27,7 +30,7 @@ class Taker(Protocol):
         ...
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class _Job:
     """One call of `fetch`."""
 
@@ -35,6 +38,7 @@ class _Job:
     targets: Sequence[Taker]
     digests: Sequence[Sequence[int]]
     keys: Sequence[str]
+    has_failed: bool = False
 
     def key(self, want: Want) -> str:
         """Return whose bytes these are, as a user knows them."""
@@ -59,11 +63,19 @@ class Fetcher:
         tier: folder of the checkpoint.
         sizes: exact size of each file in bytes, where known.
         threads: reads at once, at least; more where the tier is best asked for more.
+        moved: called after each read, before its bytes reach a target. What it raises ends all.
     """
 
     def __init__(
-        self, tier: Tier, sizes: Mapping[str, int], threads: int, clock: Clock | None = None
+        self,
+        tier: Tier,
+        sizes: Mapping[str, int],
+        threads: int,
+        clock: Clock | None = None,
+        *,
+        moved: Callable[[], None] = lambda: None,
     ) -> None:
+        self._moved = moved
         self._tier = tier
         self._clock = clock or SystemClock()
         self._sizes = sizes
@@ -91,17 +103,22 @@ class Fetcher:
         planned = windows(wants, max_bytes=BOUNCE_BYTES, max_gap_bytes=MAX_GAP_BYTES)
 
         def read(window: Window) -> int:
-            return self._read(window, job)
-
-        if len(planned) <= 1 or self._threads == 1:
-            return sum(map(read, planned))
-        with ThreadPoolExecutor(self._threads, thread_name_prefix="checkfreq-read") as pool:
-            running = [pool.submit(read, window) for window in planned]
+            if job.has_failed:
+                return 0
             try:
-                return sum(job.result() for job in running)
+                return self._read(window, job)
             except BaseException:
-                pool.shutdown(cancel_futures=True)
+                job.has_failed = True
                 raise
+
+        return sum(self._side_by_side([functools.partial(read, window) for window in planned]))
+
+    def _side_by_side(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+        """Do jobs in daemons, and in this thread: nobody waits for a read that hangs for ever."""
+        if len(jobs) <= 1 or self._threads == 1:
+            return [job() for job in jobs]
+        with Crew(self._threads - 1, "checkfreq-read") as crew:  # and this thread
+            return crew.run_all(jobs)
 
     def _check_ends(self, job: _Job) -> None:
         """Make sure that all files have the right size, and enough bytes, before one is read.
@@ -109,11 +126,7 @@ class Fetcher:
         Before wants are planned, too: one of an absurd size would be cut into as many parts.
         """
         files = list({want.file for want in job.wants if want.start < want.stop})
-        if len(files) <= 1 or self._threads == 1:
-            readers = [self._reader(file, job) for file in files]
-        else:
-            with ThreadPoolExecutor(self._threads, thread_name_prefix="checkfreq-read") as pool:
-                readers = list(pool.map(lambda file: self._reader(file, job), files))
+        readers = self._side_by_side([functools.partial(self._reader, f, job) for f in files])
         sizes = {file: reader.size_bytes for file, reader in zip(files, readers, strict=True)}
         for want in job.wants:
             at, end = want.payload_offset + want.start, want.payload_offset + want.stop
@@ -140,6 +153,7 @@ class Fetcher:
                     f"{file} has {reader.size_bytes} bytes, it was saved with {expected}, "
                     f"{job.held(file)}"
                 )
+            self._moved()
         return reader
 
     def _broken(self, why: str) -> BrokenShard:
@@ -159,6 +173,7 @@ class Fetcher:
                     f"{window.file}: {error}, while reading bytes [{window.start}, {stop}) of "
                     f"{names}"
                 ) from error
+            self._moved()
             for want in window.wants:
                 begin = want.payload_offset + want.start - window.start
                 data = memory[begin : begin + want.stop - want.start]

@@ -23,6 +23,7 @@ from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.storage.mount import MountTier
 from dcp_checkfreq.storage.staging_area import StagingArea, note_of
 from dcp_checkfreq.storage.tier import (
+    SLOWEST_BYTES_PER_S,
     Entry,
     RangeReader,
     Reservation,
@@ -99,9 +100,20 @@ class StagedTier:
         self.local.replace(names.METADATA, record, scratch=scratch)
 
     def upload(
-        self, shards: Sequence[str], *, threads: int, stop: threading.Event | None = None
+        self,
+        shards: Sequence[str],
+        *,
+        threads: int,
+        stop: threading.Event | None = None,
+        moved: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
         """Copy shards from the local disk to the slow side; on return they are durable there.
+
+        Args:
+            shards: their names.
+            threads: shards that are copied at once.
+            stop: ends it soon after it is set.
+            moved: called now and then with the size of the shard that is being copied.
 
         Raises:
             OSError: of either side. What was being copied was removed from the slow side.
@@ -112,12 +124,12 @@ class StagedTier:
             return
         self.slow.make()
         if len(shards) == 1:
-            self._copy(shards[0], stop)
+            self._copy(shards[0], stop, moved)
         else:
 
             def copy(shard: str) -> None:
                 try:
-                    self._copy(shard, stop)
+                    self._copy(shard, stop, moved)
                 except BaseException:
                     stop.set()
                     raise
@@ -128,13 +140,21 @@ class StagedTier:
         for shard in shards:
             self._note(shard)
 
-    def _copy(self, shard: str, stop: threading.Event) -> None:
+    def _copy(self, shard: str, stop: threading.Event, moved: Callable[[int], None]) -> None:
         reader = self.local.open(shard)
+
+        def pieces() -> Iterator[memoryview]:
+            for piece in _pieces_of(reader, stop):
+                moved(reader.size_bytes)
+                yield piece
+            moved(reader.size_bytes)
+
         try:
             try:
-                self.slow.write_shard(shard, _pieces_of(reader, stop), reader.size_bytes)
+                self.slow.write_shard(shard, pieces(), reader.size_bytes)
             except StaleCredentials:  # nothing is there, and the next call gets new ones
-                self.slow.write_shard(shard, _pieces_of(reader, stop), reader.size_bytes)
+                self.slow.write_shard(shard, pieces(), reader.size_bytes)
+            moved(reader.size_bytes)
         finally:
             reader.close()
 
@@ -222,13 +242,18 @@ class Upload:
     """This rank's part of an upload, in a thread. Close it when done.
 
     Args:
-        work: copies, and ends soon after the event that it is given is set.
+        work: copies, and ends soon after the event that it is given is set. The other argument is
+            what it calls now and then; see `StagedTier.upload`.
     """
 
-    def __init__(self, work: Callable[[threading.Event], None]) -> None:
+    def __init__(self, work: Callable[[threading.Event, Callable[[int], None]], None]) -> None:
         self._stop = threading.Event()
+        self._moves = self._moves_seen = 0
+        self._largest_bytes = 0
+        self._still_s = 0.0
+        self._is_given_up = False
         self._crew = Crew(1, "checkfreq-uploading")
-        self._running = self._crew.start(functools.partial(work, self._stop))
+        self._running = self._crew.start(functools.partial(work, self._stop, self._moved))
         if self._running.is_nobodys:
             self._running.run()
 
@@ -236,14 +261,33 @@ class Upload:
         """Return whether it has ended; then `problem` is known."""
         return self._running.wait(at_most_s)
 
+    def _moved(self, size_bytes: int) -> None:
+        self._moves += 1
+        self._largest_bytes = max(self._largest_bytes, size_bytes)
+
+    def still_for(self, seconds_s: float) -> float:
+        """Return for how long nothing has moved, ``seconds_s`` after the last call.
+
+        The time in which one call may have a whole shard to bring there is not counted.
+        """
+        self._still_s = self._still_s + seconds_s if self._moves == self._moves_seen else 0.0
+        self._moves_seen = self._moves
+        return max(0.0, self._still_s - self._largest_bytes / SLOWEST_BYTES_PER_S)
+
     def problem(self) -> BaseException | None:
         """Return why it failed; None: the shards are durable on the slow side."""
         return self._running.problem()
 
+    def give_up(self) -> None:
+        """Let nobody wait for it. If the storage ever comes back, it ends."""
+        self._stop.set()
+        self._is_given_up = True
+
     def close(self) -> None:
         """Stop it if it is under way, and wait for its end. May be called twice."""
         self._stop.set()
-        self._crew.close()
+        if not self._is_given_up:
+            self._crew.close()
 
 
 def _pieces_of(reader: RangeReader, stop: threading.Event) -> Iterator[memoryview]:

@@ -30,6 +30,10 @@ class OddFile(OSError):
     """
 
 
+# So fast at least is a call that has a whole file to bring somewhere, as fsync has, and close on some
+# mounts.
+SLOWEST_BYTES_PER_S = 10e6
+
 LARGEST_SMALL_FILE_BYTES = 4 << 30  # `.metadata` of ten million tensors
 
 

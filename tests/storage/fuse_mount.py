@@ -46,11 +46,11 @@ class Unavailable(Exception):
 
 
 @contextlib.contextmanager
-def fuse_mount(folder: Path, refuse: dict[str, str]):
+def fuse_mount(folder: Path, refuse: dict[str, str], *, started=None):
     """Mount at ``folder``.
 
     ``refuse`` has names of calls (see `ALL_BUT_STREAMS`) to errno names; "direct_read": a file may
-    be opened for direct I/O, and not be read.
+    be opened for direct I/O, and not be read. ``started`` is called with the server's process.
     """
     if os.geteuid() != 0 or not os.path.exists("/dev/fuse"):
         raise Unavailable("a FUSE mount needs root and /dev/fuse")
@@ -64,6 +64,8 @@ def fuse_mount(folder: Path, refuse: dict[str, str]):
         if said != "ready":
             raise Unavailable(said or "the server did not start")
         os.listdir(folder)  # waits for the server's first answer
+        if started is not None:
+            started(server)
         yield folder
     finally:
         ctypes.CDLL(None).umount2(os.fsencode(folder), 2)
