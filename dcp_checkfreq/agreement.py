@@ -119,10 +119,11 @@ class Agreement:
         """Say what this rank asks the storage for; what it does not come back from is given up."""
         return self.watchdog.doing(phase, where, in_storage=True)
 
-    def gave_up(self, why: str) -> None:
-        """Tell the other ranks, if they come to ask, why this one does not answer."""
-        if self._notes is not None:
-            self._notes.leave(why)
+    def tell_stuck(self) -> None:
+        """Note for the other ranks, if they come to ask, what this one does not come back from."""
+        text = self.watchdog.stuck()
+        if self._notes is not None and text is not None:
+            self._notes.doing(text)
 
     # --- what all ranks call ---
 

@@ -135,13 +135,13 @@ def _hook() -> None:
 def _main_thread_has_ended() -> None:
     mine = _process
     mine.begun = mine.under_way()
-    for one in list(mine.begun):
-        problem = _wait_for(one)
-        if problem is not None:
-            mine.begun.remove(one)
-            mine.lost.append(problem)
-    if multiprocessing.parent_process() is not None:
-        _at_exit()  # such processes end without the other hooks
+    given_up = {one: problem for one in mine.begun if (problem := _wait_for(one)) is not None}
+    mine.begun = [one for one in mine.begun if one not in given_up]
+    mine.lost += given_up.values()
+    if given_up or multiprocessing.parent_process() is not None:
+        # Such processes end without the other hooks; and what was given up may be the work of an
+        # executor's thread, which Python would wait for now.
+        _at_exit()
 
 
 def _at_exit() -> None:

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.outcome import Measured
 from dcp_checkfreq.policy import tuner
 from dcp_checkfreq.policy.costs import Costs, profile_steps, typical_s, worst
 from dcp_checkfreq.policy.interval import Mode
@@ -15,7 +16,6 @@ from dcp_checkfreq.policy.profile import StoredProfile, fingerprint
 from dcp_checkfreq.policy.seen import Iteration, SaveSeen, summarise, worst_seen
 from dcp_checkfreq.policy.tuner import Decision, Tuning
 from dcp_checkfreq.recovery.profile_file import ProfileFiles
-from dcp_checkfreq.outcome import Measured
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)

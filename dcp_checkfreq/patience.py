@@ -39,7 +39,7 @@ def give_up_if_stuck(watchdog: Watchdog, failed: Failed) -> None:
     """Raise what ``failed`` makes of what the storage does not come back from, if there is that."""
     text = watchdog.stuck()
     if text is not None:
-        raise failed(f"the storage does not come back: {text}")
+        raise failed(f"the storage does not come back: rank {watchdog.rank} {text}")
 
 
 class Asking:

@@ -371,7 +371,7 @@ class Saver:
     def _give_up(self, why: str) -> SaveFailed:
         """Give up what is going on in the background; return what the training thread raises."""
         if not self._gave_up:
-            self._agree.gave_up(why)
+            self._agree.tell_stuck()
         self._gave_up = True
         job = self._job
         if job is None:

@@ -89,13 +89,16 @@ class StagedSave:
         if self.place is Place.STAGED:
             self.place = Place.COMMITTED
 
-    def upload(self) -> None:
+    def upload(self, moved: Callable[[int], None]) -> None:
         """Copy the shards to the slow side and return when they are durable there.
+
+        Args:
+            moved: see `StagedTier.upload`.
 
         Raises:
             OSError: see `StagedTier.upload`.
         """
-        self._folder.upload(self._shards, threads=self._threads)
+        self._folder.upload(self._shards, threads=self._threads, moved=moved)
 
     def start_upload(self) -> Upload:
         """Start to copy the shards to the slow side."""

@@ -64,7 +64,7 @@ class Watchdog:
         others: Callable[[], Mapping[int, str]] | None = None,
         after_s: float = WARN_AFTER_S,
     ) -> None:
-        self._rank, self._clock = rank, clock
+        self.rank, self._clock = rank, clock
         self._note, self._others = note, others
         self._after_s = after_s
         self._numbers = itertools.count()
@@ -115,13 +115,13 @@ class Watchdog:
         self.moved()
 
     def stuck(self) -> str | None:
-        """Return what the storage does not come back from for `limit_s`, or None."""
+        """Return what this rank has been at without an answer for `limit_s`, or None."""
         if self._still_s < self.limit_s + self._extra_s:
             return None
         late = [work for work in self._innermost() if work.in_storage]
         now_s, still_s = self._clock.monotonic_s(), self._still_s
         texts = [f"{work.text(now_s)}, without a sign for {still_s:.0f} s" for work in late]
-        return f"rank {self._rank} {'; '.join(texts)}" if late else None
+        return "; ".join(texts) or None
 
     def _innermost(self) -> Iterable[_Work]:
         return {work.thread: work for work in list(self._at_work.values())}.values()
@@ -159,7 +159,7 @@ class Watchdog:
             times = int((now_s - work.since_s) // self._after_s)
             if times > work.told:
                 work.told, is_news = times, True
-                _log.warning("rank %d %s%s", self._rank, work.text(now_s), self._of_others())
+                _log.warning("rank %d %s%s", self.rank, work.text(now_s), self._of_others())
         if self._note is not None and (is_news or (self._is_noted and not late)):
             self._note("; ".join(work.text(now_s) for work in late))
             self._is_noted = bool(late)

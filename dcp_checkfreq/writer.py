@@ -252,7 +252,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         remember(self._attempt)
         return plans
 
-    @told(ends=lambda writer: not writer._is_coordinator)
+    @told("writing", ends=lambda writer: not writer._is_coordinator)
     @tells_errors(SaveFailed, "writing")
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items. On return they are durable, under names nobody knows yet.
@@ -306,7 +306,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         with collector_held():
             return report(plan, items, placements, files)
 
-    @told()
+    @told("publishing")
     @tells_errors(SaveFailed, "publishing")
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint. Called on the coordinator, after every rank has succeeded.
@@ -401,7 +401,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
     def _upload_now(self, staged: StagedSave) -> None:
         try:
-            staged.upload()
+            current = self.in_flight.current
+            staged.upload(_nobody if current is None else current.moved)
         except OSError as error:
             self.abandon()
             raise WriteFailed(self._tier.location, f"rank {self._rank}: {error}") from error
@@ -455,9 +456,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
 
     def _noted(self, items: list[Item], placement: Placement) -> Iterator[memoryview]:
         """Return the pieces of a file; each that the storage asks for is a sign of life of it."""
-        made = pieces(items, placement)
-        dog = self.watchdog
-        return made if dog is None else dog.noted(made, placement.size_bytes)
+        made, told_to = pieces(items, placement), self.watchdog or self.in_flight.current
+        return made if told_to is None else told_to.noted(made, placement.size_bytes)
 
     def give_up(self, why: str) -> bool:
         """On any thread: let this save come to nothing, if its storage ever comes back.
@@ -561,3 +561,7 @@ class _Written:
 
 def _always() -> bool:
     return True
+
+
+def _nobody(size_bytes: int) -> None:
+    """Take note for nobody."""

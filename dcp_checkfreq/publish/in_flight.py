@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from dcp_checkfreq.errors import SaveFailed
 from dcp_checkfreq.leaving import watch
+from dcp_checkfreq.storage.tier import SLOWEST_BYTES_PER_S
 
 _POLL_S = 0.02
 _BEGINS_WITHIN_S = 5.0  # DCP's thread takes up what was staged at once
+GIVE_UP_AFTER_S = 1800.0  # without a sign of the storage; as the default of `timeout_s`
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -33,6 +36,24 @@ class AsyncSave:
         self._worker: threading.Thread | None = None
         self._ended = threading.Event()
         self._problem: BaseException | None = None
+        self._moves = 0
+        self.doing = ""  # what it asks the storage for now
+        self.allowed_bytes = 0  # that one call may have to bring somewhere
+
+    def moved(self, size_bytes: int) -> None:
+        """Say that the storage has done something with a file of this size."""
+        self._moves += 1
+        self.allowed_bytes = max(self.allowed_bytes, size_bytes)
+
+    def noted(self, pieces: Iterable[memoryview], size_bytes: int) -> Iterator[memoryview]:
+        """Return the pieces of a file. That one is asked for says that the storage does something.
+
+        See `Watchdog.noted`.
+        """
+        for piece in pieces:
+            self.moved(size_bytes)
+            yield piece
+        self.moved(size_bytes)
 
     def taken_up(self, worker: threading.Thread) -> None:
         """Name the thread that carries it out."""
@@ -44,6 +65,15 @@ class AsyncSave:
             self._problem = problem
             self._ended.set()
 
+    @contextlib.contextmanager
+    def asking(self, doing: str) -> Iterator[None]:
+        """Say that in the body the storage is asked, and nobody else is waited for."""
+        self.doing, self.allowed_bytes = doing, 0
+        try:
+            yield
+        finally:
+            self.doing = ""
+
     @property
     def is_under_way(self) -> bool:
         """Whether it may still come to a good end."""
@@ -51,12 +81,22 @@ class AsyncSave:
         return not self._ended.is_set() and (worker is None or worker.is_alive())
 
     def wait_at_exit(self) -> None:
-        """Wait until it has ended, or its thread has, or it seems that none will come for it."""
-        left_s = _BEGINS_WITHIN_S
+        """Wait until it has ended, or its thread has, or it seems that none will come for it.
+
+        Raises:
+            SaveFailed: its storage does not come back.
+        """
+        left_s, still_s, seen = _BEGINS_WITHIN_S, 0.0, (0, "")
         while self.is_under_way and left_s > 0:
             self._ended.wait(_POLL_S)
             if self._worker is None:
                 left_s -= _POLL_S
+            now = (self._moves, self.doing)
+            still_s = still_s + _POLL_S if now == seen and self.doing else 0.0
+            seen = now
+            if still_s >= GIVE_UP_AFTER_S + self.allowed_bytes / SLOWEST_BYTES_PER_S:
+                at = f"it has been {self.doing}, without a sign for {still_s:.0f} s"
+                raise SaveFailed(self._location, f"the storage does not come back: {at}")
         if self._worker is not None:
             self._worker.join(_BEGINS_WITHIN_S)  # the other ranks hear of it in this thread
 
@@ -113,16 +153,17 @@ W = TypeVar("W", bound=_Writer)
 
 
 def told(
-    *, ends: Callable[[Any], bool] = lambda writer: True
+    doing: str, *, ends: Callable[[Any], bool] = lambda writer: True
 ) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
-    """Tell of errors of a method, and if it ends the part of its rank, of its return."""
+    """Tell of what a method is at and of its errors; if it ends its rank's part, of its return."""
 
     def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
         @functools.wraps(method)
         def telling(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
             current = self.in_flight.current
             try:
-                result = method(self, *args, **kwargs)
+                with contextlib.nullcontext() if current is None else current.asking(doing):
+                    result = method(self, *args, **kwargs)
             except BaseException as error:
                 if current is not None:
                     current.end(error)

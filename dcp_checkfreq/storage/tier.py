@@ -30,8 +30,7 @@ class OddFile(OSError):
     """
 
 
-# So fast at least is a call that has a whole file to bring somewhere, as fsync has, and close on some
-# mounts.
+# At least so fast is a call that has a whole file to bring somewhere: fsync, or close on a mount.
 SLOWEST_BYTES_PER_S = 10e6
 
 LARGEST_SMALL_FILE_BYTES = 4 << 30  # `.metadata` of ten million tensors

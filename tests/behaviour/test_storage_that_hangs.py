@@ -279,10 +279,20 @@ ckpt = Checkpointer(tier, {"x": torch.ones(3)}, every=1, timeout_s=0.5)
 ckpt.after_step()
 tier.wait_until_held()
 """
+PLAIN = """
+import sys, torch, torch.distributed.checkpoint as dcp
+from dcp_checkfreq import CheckFreqWriter
+from dcp_checkfreq.publish import in_flight
+from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.testing import GatedTier
+in_flight.GIVE_UP_AFTER_S = 0.5
+tier = GatedTier(LocalTier(sys.argv[1] + "/step_00000001"), verbs=[VERB], timeout_s=600)
+dcp.async_save({"x": torch.ones(3)}, storage_writer=CheckFreqWriter(tier), no_dist=True)
+tier.wait_until_held()
+"""
 ENDS = {
     "last_line": "",
     "dropped": "del ckpt",
-    "error": "raise ZeroDivisionError",
     "told": "try: ckpt.wait()\nexcept Exception as error: print(error, file=sys.stderr)",
 }
 
@@ -290,6 +300,8 @@ ENDS = {
 @pytest.fixture(scope="module")
 def ended(tmp_path_factory):
     scripts = {name: SCRIPT + end for name, end in ENDS.items()}
+    for verb in ("write_shard", "create"):
+        scripts[f"plain {verb}"] = PLAIN.replace("VERB", repr(verb))
     return run_scripts(scripts, tmp_path_factory.mktemp("ends"), at_most_s=30)
 
 
@@ -299,6 +311,13 @@ def test_a_process_ends_although_its_storage_hangs(ended, end):
     assert code == SaveFailed.exit_code, said
     assert "rank 0 has been writing" in said
     assert "step_00000001" in said
+
+
+@pytest.mark.parametrize(("verb", "doing"), [("write_shard", "writing"), ("create", "publishing")])
+def test_a_plain_async_save_that_hangs_lets_the_process_end(ended, verb, doing):
+    code, said = ended[f"plain {verb}"]
+    assert code == SaveFailed.exit_code, said
+    assert f"step_00000001: not saved: the storage does not come back: it has been {doing}" in said
 
 
 @pytest.mark.parametrize("what", ["save", "restore"])

@@ -175,6 +175,10 @@ def test_a_write_that_hangs_is_told_each_minute_and_in_the_error_of_the_other_ra
     assert_lost(waiting, 1, logs)
     assert "rank 1 is gone or does not answer, it has been writing" in waiting["text"]
     assert "step_00000000 for" in waiting["text"]
+    assert hung["kind"] == "SaveFailed", "it was given up on its own rank, too"
+    assert "the storage does not come back: rank 1 has been writing" in hung["text"]
+    assert "step_00000000" in hung["text"]
+    assert hung["seconds"] < SECONDS
     told_of_hung = [text for text in hung["told"] if text.startswith("rank 1 has been writing")]
     assert len(told_of_hung) >= 3
     assert all("step_00000000" in text for text in told_of_hung)
