@@ -126,7 +126,8 @@ class Checkpointer:
             goes on from there, and finishes what was being copied. See `docs/staged.md`.
         staging_bytes: what a rank may keep there; default: as long as 5 % of the disk stay free.
         storage_options: for the file system of a URL; see `CheckFreqWriter`.
-        timeout_s: how long a rank waits for the others in a save or restore.
+        timeout_s: how long a rank waits for the others in a save or restore, and for a sign of life
+            of the storage.
         clock: where time comes from.
 
     Raises:

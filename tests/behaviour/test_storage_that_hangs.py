@@ -206,7 +206,7 @@ def test_a_restore_that_hangs_is_given_up(gate, verb, name, kind, phase):
 class Slow(ForwardingTier):
     """Each call takes a while, and so does each piece of a file."""
 
-    PAUSE_S = 0.35 * TIMEOUT_S
+    PAUSE_S = 0.25 * TIMEOUT_S
 
     def __init__(self, inner):
         super().__init__(inner)
