@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import datetime
 import functools
+import itertools
 import pickle
 import sys
 import traceback
@@ -43,6 +44,7 @@ _Message = tuple[str, bytes, "Told | None"]
 # What rank 0 answers: the result as a pickle, or an error; whether all ranks had the same one.
 _Answer = tuple[bytes, "Told | None", bool]
 _NOTHING = pickle.dumps(None)
+_made = itertools.count()  # of this process; the ranks make theirs in the same order
 
 
 GROUP_IS_GONE = (
@@ -81,26 +83,35 @@ class Agreement:
         self.is_alone = True  # there is no process group
         self.timeout_s, problem = _checked(timeout_s)
         self.watchdog.limit_s = self.timeout_s
-        if dist.is_available() and dist.is_initialized():
-            self.is_alone = False
-            with self._others_answer("making a process group", ""):
-                self._group = dist.new_group(
-                    backend="gloo", timeout=datetime.timedelta(seconds=self.timeout_s)
-                )
-            _finish_before_groups_go()
+        # Its thread must not keep alive what a script has dropped without closing it.
+        weakref.finalize(self, self.watchdog.close).atexit = False
+        self.watchdog.start()
         try:
+            if dist.is_available() and dist.is_initialized():
+                self.is_alone = False
+                self._meet_first()
             key = self.combine(
                 "checking timeout_s", lambda: _raise(problem), lambda _: uuid.uuid4().hex
             )
         except BaseException:
             self._end()
+            self.watchdog.close()
             raise
-        if self._group is not None:
-            self._notes = RollCall(default_store(), f"checkfreq/{key}", self.rank, self.world_size)
-            self.watchdog.connect(self._notes.doing, self._notes.others_doing)
-        # Its thread must not keep alive what a script has dropped without closing it.
-        weakref.finalize(self, self.watchdog.close).atexit = False
-        self.watchdog.start()
+        if not self.is_alone:
+            self._leave_notes_under(key)
+
+    def _meet_first(self) -> None:
+        """Make the group. Who does not come is named, although the ranks have no key yet."""
+        self._leave_notes_under(f"making/{next(_made)}")
+        with self._others_answer("making a process group", ""):
+            self._group = dist.new_group(
+                backend="gloo", timeout=datetime.timedelta(seconds=self.timeout_s)
+            )
+        _finish_before_groups_go()
+
+    def _leave_notes_under(self, key: str) -> None:
+        self._notes = RollCall(default_store(), f"checkfreq/{key}", self.rank, self.world_size)
+        self.watchdog.connect(self._notes.doing, self._notes.others_doing)
 
     @property
     def group(self) -> dist.ProcessGroup | None:
@@ -385,7 +396,7 @@ class Agreement:
 
     def _lose(self, what: str, where: str, error: BaseException) -> RankLost:
         text = GROUP_IS_GONE if self.is_gone() else text_of(error)
-        is_of_group = isinstance(error, RuntimeError) and "gloo" in text
+        is_of_group = isinstance(error, RuntimeError) and ("gloo" in text or self._group is None)
         # The group closes its connections when nobody refers to it, and only then do ranks hear
         # of it that wait for this one. The frames where it failed do.
         if error.__traceback__ is not None:

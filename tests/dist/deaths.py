@@ -97,7 +97,27 @@ def hangs(folder):
     return said | {"told": told.texts}
 
 
-JOBS = {"dies": (dies, 2), "is_killed": (is_killed, 3), "leaves": (leaves, 3), "hangs": (hangs, 2)}
+def never_comes(folder, how):
+    """Rank 1 of three dies, or does something else, while the others make their Checkpointer."""
+    told = Told()
+    if dist.get_rank() == 1:
+        if how == "dies":
+            os.kill(os.getpid(), signal.SIGKILL)
+        time.sleep(25)
+        return {}
+    parts = {"x": torch.ones(3)}
+    said = alone.tried(lambda: Checkpointer(folder, parts, timeout_s=4.0, clock=Fast()))
+    time.sleep(3)  # the process that serves the store goes last
+    return said | {"told": told.texts, "threads": [one.name for one in threading.enumerate()]}
+
+
+JOBS = {
+    "never_comes": (never_comes, 3),
+    "dies": (dies, 2),
+    "is_killed": (is_killed, 3),
+    "leaves": (leaves, 3),
+    "hangs": (hangs, 2),
+}
 
 
 def rank_of(cell, run, rank, ranks):
@@ -106,9 +126,7 @@ def rank_of(cell, run, rank, ranks):
     os.dup2(log, 1)
     os.dup2(log, 2)
     name, *arguments = cell.split("|")
-    dist.init_process_group(
-        "gloo", init_method=f"file://{run}/store", rank=rank, world_size=ranks
-    )
+    dist.init_process_group("gloo", init_method=f"file://{run}/store", rank=rank, world_size=ranks)
     said = JOBS[name][0](run / "root", *arguments)
     (run / f"{rank}.json").write_text(json.dumps(said))
     os._exit(0)

@@ -27,6 +27,7 @@ DEATHS = [
     ("reading", 0),
     ("restore of a part", 1),
 ]
+NEVER_COMES = ["never_comes|dies", "never_comes|sleeps"]
 MORE_DEATHS = [
     (place, rank) for place in PLACES for rank in ranks_of(place) if (place, rank) not in DEATHS
 ]
@@ -131,7 +132,7 @@ def assert_lost(said, rank, logs):
 @pytest.fixture(scope="module")
 def some_deaths(tmp_path_factory):
     jobs = [f"dies|{place}|{rank}" for place, rank in DEATHS]
-    return deaths(tmp_path_factory.mktemp("deaths"), *jobs, "is_killed", "leaves", "hangs")
+    return deaths(tmp_path_factory.mktemp("deaths"), *jobs, "is_killed", "leaves", "hangs", *NEVER_COMES)
 
 
 @pytest.mark.parametrize(("place", "rank"), DEATHS)
@@ -184,3 +185,20 @@ def test_a_write_that_hangs_is_told_each_minute_and_in_the_error_of_the_other_ra
     assert all("step_00000000" in text for text in told_of_hung)
     told_of_wait = [text for text in waiting["told"] if "waiting for the other ranks" in text]
     assert any("rank 1 has been writing" in text for text in told_of_wait)
+
+
+@pytest.mark.parametrize("cell", NEVER_COMES)
+def test_a_rank_that_never_makes_its_checkpointer_is_told_and_named_after_the_timeout(
+    some_deaths, cell
+):
+    said, logs = some_deaths
+    zero, _, two = said[cell]
+    for rank, other in ((0, zero), (2, two)):
+        assert_lost(other, 1, logs)
+        assert "rank 1 is gone or does not answer" in other["text"]
+        assert "rank 0 is" not in other["text"]
+        assert "rank 2 is" not in other["text"]
+        assert "while making a process group" in other["text"]
+        wait = f"rank {rank} has been waiting for the other ranks while making a process group for "
+        assert sum(text.startswith(wait) for text in other["told"]) >= 3
+        assert not [name for name in other["threads"] if name == "checkfreq-watch"]
