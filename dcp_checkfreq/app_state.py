@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from dcp_checkfreq.errors import StateMismatch, UnsupportedState
 from dcp_checkfreq.fqns import NamedModule, NamedOptimizer
 from dcp_checkfreq.shards.codec import local_of
+from dcp_checkfreq.shards.nesting import naming
 
 _log = logging.getLogger(__name__)
 
@@ -130,7 +131,9 @@ class AppState:
             return self._optimizer(name, part).capture()
         if isinstance(part, PerRank):
             part = part.value
-        return pack(part.state_dict() if isinstance(part, Stateful) else part)
+        state = part.state_dict() if isinstance(part, Stateful) else part
+        with naming(lambda: state, name):
+            return pack(state)
 
     def _module(self, name: str, module: torch.nn.Module) -> NamedModule:
         known = self._modules.get(name)

@@ -135,17 +135,28 @@ class SaveFailed(CheckFreqError):
 
 
 class CheckpointExists(SaveFailed):
-    """A whole checkpoint is there already. It stays; the new one was not published."""
+    """A checkpoint is there already. It stays; the new one was not published.
+
+    Attributes:
+        problem: why the one that is there cannot be loaded; empty: it is whole.
+    """
 
     exit_code = 21
 
-    def __init__(self, where: str) -> None:
-        super().__init__(where, "a whole checkpoint is there already")
+    def __init__(self, where: str, problem: str = "") -> None:
+        super().__init__(where, "a checkpoint is there already")
+        self.problem = problem
 
-    def __reduce__(self) -> tuple[type, tuple[str]]:
-        return type(self), (self.where,)
+    def __reduce__(self) -> tuple[type, tuple[str, str]]:
+        return type(self), (self.where, self.problem)
 
     def __str__(self) -> str:
+        if self.problem:
+            return (
+                f"Checkpoint already exists: {self.where} holds one that cannot be loaded "
+                f"({self.problem}), which was left as it is. If nobody is to look into it, remove "
+                "the folder, or pass overwrite=True to replace it; or save elsewhere"
+            )
         return (
             f"Checkpoint already exists: {self.where} holds a whole checkpoint, which was left "
             "as it is. Save elsewhere, or pass overwrite=True to replace it atomically"

@@ -19,6 +19,9 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from dcp_checkfreq.outcome import report, try_to
+from dcp_checkfreq.told import text_of
+
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
@@ -178,13 +181,13 @@ def _wait_for(one: Unfinished) -> Exception | None:
 
 def _end(problems: list[BaseException]) -> NoReturn:
     for problem in problems:
-        text = f"{type(problem).__name__}: {problem}"
-        _log.error("this process ends, and something was not saved: %s", text)
+        text = text_of(problem)
+        report(_log.error, "this process ends, and something was not saved: %s", text)
     code: object = getattr(problems[0], "exit_code", 1)
-    logging.shutdown()
+    try_to(logging.shutdown)
     for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError, ValueError, AttributeError):
-            stream.flush()
+        if stream is not None and not getattr(stream, "closed", False):
+            try_to(stream.flush)
     # The only way to an exit code from here.
     os._exit(code if isinstance(code, int) and code else 1)
 

@@ -7,6 +7,7 @@ the user gave to `logging` may raise what it likes.
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import traceback
 from collections.abc import Callable
@@ -74,8 +75,13 @@ def report(log: Callable[..., None], text: str, *args: object) -> None:
 
     `logging` does the same with the errors of its own handlers.
     """
+    try_to(functools.partial(log, text, *args))
+
+
+def try_to(work: Callable[[], object]) -> None:
+    """Do what must stop nothing: what it raises goes to stderr."""
     try:
-        log(text, *args)
+        work()
     except BaseException:  # noqa: BLE001  it is told, in the one way that is left
         with contextlib.suppress(Exception):  # stderr may be closed
             traceback.print_exc()

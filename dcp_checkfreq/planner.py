@@ -51,6 +51,7 @@ from dcp_checkfreq.format.safe_bytes import load_object
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.shards.assign import share_out
 from dcp_checkfreq.shards.codec import bytes_of, check_storable, dense, is_sharded_tensor
+from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.snapshot.survey import Structure, describe
 
 
@@ -150,7 +151,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
     ) -> None:
         """Take the state of a new save."""
         self._begun_s = self._clock.monotonic_s()
-        with collector_held():
+        with collector_held(), naming(lambda: state_dict):
             super().set_up_planner(state_dict, storage_meta, is_coordinator)
         self._where = str(storage_meta.checkpoint_id) if storage_meta else "this save"
         self._name = os.path.basename(self._where)
@@ -158,7 +159,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
     @tells_errors(SaveFailed, "planning")
     def create_local_plan(self) -> SavePlan:
         """Return this rank's plan, or just a token if the kept one still fits."""
-        with collector_held():
+        with collector_held(), naming(lambda: self.state_dict):
             return self._create_local_plan()
 
     def _create_local_plan(self) -> SavePlan:

@@ -17,6 +17,7 @@ from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.errors import CheckFreqError
 from dcp_checkfreq.format.torch_private import default_store
 from dcp_checkfreq.gate import Gate
+from dcp_checkfreq.outcome import report
 from dcp_checkfreq.preemption import PreemptionWatch
 
 _log = logging.getLogger(__name__)
@@ -168,16 +169,19 @@ class Stopping:
                 else:
                     waits_no_longer = True
         except CheckFreqError as error:
-            _log.error("before stopping: %s", error)
+            report(_log.error, "before stopping: %s", error)
             self._code = error.exit_code
-        _log.warning(
+        report(
+            _log.warning,
             "stopping after step %d, as asked by a signal; the last published step is %s",
             step,
             job.saved(),
         )
         missing = sum(one._job is None for one in self._all())
         if missing and not waits_no_longer:
-            _log.warning("%d other Checkpointers in this process have to stop first", missing)
+            report(
+                _log.warning, "%d other Checkpointers in this process have to stop first", missing
+            )
             return
         code = 0
         for one in self._all():
@@ -194,8 +198,11 @@ class Stopping:
         left_s = until_s - self._clock.monotonic_s()
         enough = self._agree.consult(left_s >= needs_s, all)
         if not enough:
-            _log.warning(
-                "%.1f s are left, a save takes about %.1f s: none is begun", left_s, needs_s
+            report(
+                _log.warning,
+                "%.1f s are left, a save takes about %.1f s: none is begun",
+                left_s,
+                needs_s,
             )
         return enough
 

@@ -86,10 +86,17 @@ def survives_pickle(error: BaseException) -> bool:
 
 def is_plain(value: object) -> bool:
     """Tell whether a value is made of nothing but plain values and containers."""
+    try:
+        return _is_plain(value)
+    except RecursionError:  # it holds itself
+        return False
+
+
+def _is_plain(value: object) -> bool:
     if value is None or type(value) in (bool, int, float, str, bytes):
         return True
     if type(value) is dict:
-        return is_plain([*value, *value.values()])
+        return _is_plain([*value, *value.values()])
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple):
-        return all(map(is_plain, value))
+        return all(map(_is_plain, value))
     return False

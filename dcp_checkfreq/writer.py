@@ -29,7 +29,6 @@ from dcp_checkfreq.boundary import tells_errors
 from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.errors import (
-    CheckpointExists,
     PublishUnknown,
     SaveFailed,
     UnsupportedOption,
@@ -46,6 +45,7 @@ from dcp_checkfreq.publish.attempt import SaveAttempt, new_attempt
 from dcp_checkfreq.publish.in_flight import InFlight, told
 from dcp_checkfreq.publish.phases import Phase
 from dcp_checkfreq.publish.publisher import publish
+from dcp_checkfreq.publish.standing import standing
 from dcp_checkfreq.publish.turn import Turn
 from dcp_checkfreq.publish.unsettled import remember, sweep_up
 from dcp_checkfreq.recovery.files import is_published, named_in
@@ -224,7 +224,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             with self._storage_errors():
                 sweep_up(self._tier)
                 if is_published(self._tier) and not (self._may_replace and self._may_replace()):
-                    raise CheckpointExists(self._tier.location)
+                    raise standing(self._tier)
 
     @contextlib.contextmanager
     def _storage_errors(self) -> Iterator[None]:

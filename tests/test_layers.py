@@ -14,7 +14,6 @@ PACKAGE = pathlib.Path(dcp_checkfreq.__file__).parent
 LEVELS = {
     "errors": 0,
     "crew": 0,
-    "leaving": 0,
     "clock": 0,
     "garbage": 0,
     "version": 0,
@@ -42,6 +41,7 @@ LEVELS = {
     "data/position": 1,
     "data/flocks": 2,
     "outcome": 2,
+    "leaving": 2,
     "storage": 2,
     "format": 2,
     "shards": 2,

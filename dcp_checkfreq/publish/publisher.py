@@ -6,8 +6,9 @@ import errno
 from collections.abc import Callable, Mapping
 
 from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.errors import CheckpointExists, PublishUnknown, SaveFailed
+from dcp_checkfreq.errors import PublishUnknown, SaveFailed
 from dcp_checkfreq.format.names import METADATA, scratch_metadata
+from dcp_checkfreq.publish.standing import standing
 from dcp_checkfreq.storage.abilities import REFUSALS
 from dcp_checkfreq.storage.late import look_again
 from dcp_checkfreq.storage.tier import Reservation, Tier
@@ -87,7 +88,7 @@ def publish(
             # this one, because every rank deletes its files after a failure that is certain.
             raise PublishUnknown(tier.location, f"interrupted by {interrupt!r}") from interrupt
         return over
-    raise CheckpointExists(tier.location)
+    raise standing(tier)
 
 
 def _replaceable(tier: Tier, may_replace: Callable[[], bool] | None) -> bytes | None:
@@ -101,7 +102,7 @@ def _replaceable(tier: Tier, may_replace: Callable[[], bool] | None) -> bytes | 
     except OSError as error:
         raise _not_looked_at(tier, error) from error
     if not may_replace():
-        raise CheckpointExists(tier.location)
+        raise standing(tier)
     return over
 
 

@@ -10,6 +10,7 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
 
+from dcp_checkfreq.errors import UnsupportedState
 from dcp_checkfreq.format.envelope import Envelopes
 from dcp_checkfreq.shards.assign import Placement, assign_files, place
 from dcp_checkfreq.shards.codec import Item, byte_item, memory_of, tensor_item
@@ -41,7 +42,11 @@ def resolve(plan: SavePlan, planner: SavePlanner, envelopes: Envelopes) -> list[
     items: list[Item] = []
     at_address: dict[int, int] = {}
     for write_item in plan.items:
-        data = planner.resolve_data(write_item)
+        try:
+            data = planner.resolve_data(write_item)
+        except RecursionError:
+            key, why = write_item.index.fqn, "it is nested too deep, or holds itself"
+            raise UnsupportedState(key, "value without a pickle", why) from None
         if isinstance(data, io.BytesIO):
             items.append(byte_item(data))
             continue

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import threading
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import CheckFreqError, SnapshotFailed
 from dcp_checkfreq.garbage import collector_held
+from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.snapshot.guard import Address
 from dcp_checkfreq.snapshot.lanes import Copy, Lane, copy_at_once, start_overlapped
 from dcp_checkfreq.snapshot.places import Asked, CopyPlan, Kept, Leases
@@ -195,7 +197,8 @@ class Stager:
                 leases.on_device[device] = device_pool(device).lease(size_bytes, fit=True)
             if touch_first:
                 leases.host.touch()
-            with collector_held():
+            everything = functools.partial(_by_path, survey)
+            with collector_held(), naming(everything):
                 staged = self._copy(survey, plan, leases)
         except CheckFreqError:
             leases.release()
@@ -286,6 +289,10 @@ def gpu_copy_s(survey: Survey, guarded: AbstractSet[Address]) -> float | None:
         finally:
             lease.release()
     return seconds_s if plan.gpu_bytes else None
+
+
+def _by_path(survey: Survey) -> dict[str, object]:
+    return dict(zip(survey.paths, survey.values, strict=True))
 
 
 def _copies(

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import UnsupportedState
 from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, memory_of
+from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.snapshot.guard import Address, address_of
 
 Structure = list[tuple[object, ...]]
@@ -156,7 +157,8 @@ class Survey:
     Attributes:
         inventory: one of ``known``, if that is what was found.
         tree: the state's nesting of mappings and lists, with numbers of leaves.
-        values: of all leaves.
+        paths: of all leaves.
+        values: of them.
         locals: this rank's part of each piece, detached: an object of its own, which
             ``tensor.data = ...`` does not change.
 
@@ -166,11 +168,12 @@ class Survey:
 
     @torch.no_grad()
     def __init__(self, state: Mapping[str, object], known: Sequence[Inventory] = ()) -> None:
-        look = _Look(state)
+        with naming(lambda: state):
+            look = _Look(state)
         recognised = next((one for one in known if one.is_of(look)), None)
         self.inventory = recognised or Inventory(look)
         self.tree: dict[str, Any] = look.tree
-        self.values = look.values
+        self.paths, self.values = look.paths, look.values
         self.locals: list[torch.Tensor] = [
             look.local(leaf).detach() for leaf in self.inventory.first_leaf
         ]

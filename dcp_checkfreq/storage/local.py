@@ -288,8 +288,10 @@ def at_home(path: str) -> str:
     """Return a path with ``~`` or ``~user`` at its start expanded. Write ``./~`` for such a name.
 
     Raises:
-        BadLocation: there is no such user, or no home.
+        BadLocation: there is no such user, or no home; or no path could be like this.
     """
+    if "\0" in path:
+        raise BadLocation(path, "there is a zero byte in it, which names cannot have")
     if not path.startswith("~"):
         return path
     expanded = os.path.expanduser(path)

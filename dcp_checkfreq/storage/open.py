@@ -45,6 +45,8 @@ def open_tier(
         raise BadLocation(repr(location), "expected a path, a URL or a Tier") from None
     if not isinstance(text, str):
         raise BadLocation(repr(location), "expected text, not bytes")
+    if "\0" in text:
+        raise BadLocation(text, "there is a zero byte in it, which names cannot have")
     if not text:
         raise BadLocation(text, "the path is empty")
     if _SQUASHED_URL.match(text):

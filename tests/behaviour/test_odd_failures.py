@@ -3,6 +3,7 @@
 import logging
 import signal
 import threading
+import time
 
 import pytest
 from checkpointer_tools import counter, failing, steps_on
@@ -76,6 +77,37 @@ def test_a_log_handler_that_raises_once_costs_no_later_save(handler, capfd, erro
         assert ckpt.last_saved_step == 2
     assert steps_on(root) == [2]
     assert type(error).__name__ in capfd.readouterr().err
+
+
+class Breaks(logging.Handler):
+    def emit(self, record):
+        raise ConnectionError("log server")
+
+
+def steps(ckpt):
+    for _ in range(1000):
+        ckpt.after_step()
+        time.sleep(0.01)  # the watch for orders looks now and then
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_log_handler_that_raises_keeps_nobody_from_stopping(capfd, fails):
+    root = MemoryTier()
+    ckpt = Checkpointer(failing(root, times=9) if fails else root, counter(), every=10_000)
+    ckpt.after_step()
+    ckpt.preempt()
+    log, breaks = logging.getLogger("dcp_checkfreq.stopping"), Breaks()
+    log.addHandler(breaks)
+    try:
+        with pytest.raises(SystemExit) as stopped:
+            steps(ckpt)
+    finally:
+        log.removeHandler(breaks)
+    assert stopped.value.code == (22 if fails else 0)
+    assert steps_on(root) == ([] if fails else [ckpt.step])
+    assert "ConnectionError: log server" in capfd.readouterr().err
+    with pytest.raises(SaveFailed, match="is closed"):
+        ckpt.after_step()
 
 
 def test_a_log_handler_that_raises_while_cleaning_up_stops_nothing(handler, monkeypatch):

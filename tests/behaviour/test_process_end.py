@@ -128,7 +128,21 @@ def press():
 threading.Thread(target=press, daemon=True).start()
 ckpt = live(at_end=end.set)
 """
+LOG_BREAKS = """
+class Breaks(logging.Handler):
+    def emit(self, record):
+        raise ValueError("the log server is gone")
+    flush = close = lambda self: 1 / 0
+logging.getLogger("dcp_checkfreq").addHandler(Breaks())
+class NoOutput:
+    def write(self, text): pass
+    def flush(self): raise KeyError("no output")
+Held.error = errno.EDQUOT
+ckpt = live()
+sys.stdout = NoOutput()
+"""
 SCRIPTS = {
+    "log breaks": LOG_BREAKS,
     **WAYS,
     **{f"{way} fails": FAILS + WAYS[way] for way in FAILING},
     "without hook": WITHOUT_HOOK,
@@ -171,6 +185,13 @@ def test_a_save_that_fails_at_the_end_is_told_and_the_exit_code_is_not_0(ended, 
     assert (code, step) == (22, None), said
     assert "this process ends, and something was not saved" in said
     assert os.strerror(errno.EDQUOT) in said
+
+
+def test_a_log_that_breaks_changes_neither_the_end_nor_the_exit_code(ended):
+    code, said, step = ended["log breaks"]
+    assert (code, step) == (22, None), said
+    for error in ("the log server is gone", "ZeroDivisionError", "no output"):
+        assert error in said, said
 
 
 def test_a_failure_that_somebody_has_heard_of_is_no_failure_of_the_process(ended):

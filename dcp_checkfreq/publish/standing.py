@@ -1,0 +1,16 @@
+"""What stands where a save was to be published."""
+
+from __future__ import annotations
+
+from dcp_checkfreq.errors import CheckpointExists
+from dcp_checkfreq.recovery.scan import examine
+from dcp_checkfreq.storage.tier import Tier
+
+
+def standing(folder: Tier) -> CheckpointExists:
+    """Return the error of a folder that has a ``.metadata``, which says whether that is whole."""
+    try:
+        found = examine(folder, "", 0)
+    except OSError as error:
+        return CheckpointExists(folder.location, f"it cannot be looked at: {error}")
+    return CheckpointExists(folder.location, (found.published and found.problem) or "")
