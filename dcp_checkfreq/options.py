@@ -175,6 +175,7 @@ WRITER: Rules = {
     "overwrite": FLAG,
     "threads": whole(1),
     "direct_io": FLAG.or_none(),
+    "allow_pickle": FLAG,
     "overlap": OPTIMIZERS,
     **_STAGING,
     "staging_bytes": whole(1).or_none(),

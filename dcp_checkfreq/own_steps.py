@@ -100,6 +100,7 @@ class OwnSteps:
         writer = CheckFreqWriter(
             self._root.child(names.step_folder(step)),
             threads=self._threads,
+            allow_pickle=True,  # the planner of a `Checkpointer` has looked at every value
             lineage=self._lineage,
             uploads_later=True,
             may_replace=functools.partial(self._is_replaceable, step, self._lineage),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import functools
 import io
 import os
 import uuid
@@ -43,11 +44,10 @@ from dcp_checkfreq.errors import (
     ReplicasDiffer,
     SaveFailed,
     StateMismatch,
-    UnsafePickle,
-    UnsupportedState,
 )
 from dcp_checkfreq.format.digest import digest
 from dcp_checkfreq.format.safe_bytes import load_object
+from dcp_checkfreq.format.value_checks import ValueChecks, serialised
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.shards.assign import share_out
 from dcp_checkfreq.shards.codec import bytes_of, check_storable, dense, is_sharded_tensor
@@ -111,6 +111,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self._kept_global: _KeptGlobalPlan | None = None
         self._signature: Structure = []
         self._streams: dict[str, io.BytesIO] = {}
+        self._values = ValueChecks()
         self._check_tensors = True
         self._is_partial = False
         self._ranks: int | None = None
@@ -165,11 +166,15 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
     def _create_local_plan(self) -> SavePlan:
         self._signature = [describe(key, value) for key, value in self.state_dict.items()]
         self._streams = {
-            key: _serialise(value)
+            key: serialised(value, key)
             for key, value in self.state_dict.items()
             if not isinstance(value, torch.Tensor)
         }
         digests = {key: digest(stream.getbuffer()) for key, stream in self._streams.items()}
+        if not self._allow_pickle:
+            for key, stream in self._streams.items():
+                look_up = functools.partial(self.state_dict.get, key)
+                self._values.check(key, stream, self._where, look_up, digests[key])
         if self._check_tensors:
             digests |= _tensor_digests(self.state_dict)
         # Put back only when the plan worked: after a failed save this rank sends its whole plan.
@@ -180,9 +185,6 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
                 [], planner_data=_Facts({}, kept.token, self._name, digests), usable=False
             )
         self._candidate = None
-        if not self._allow_pickle:
-            for key, stream in self._streams.items():
-                _check_loads_safely(key, stream, self._where)
         plan = super().create_local_plan()
         return dataclasses.replace(
             plan, planner_data=_Facts(plan.planner_data, None, self._name, digests), usable=True
@@ -289,24 +291,6 @@ def _each_item_once(plans: list[SavePlan]) -> list[SavePlan]:
 
 def _bytes_of_item(item: WriteItem) -> int:
     return item.tensor_storage_size() or 1  # the size of a byte item is not in the plan
-
-
-def _serialise(value: object) -> io.BytesIO:
-    stream = io.BytesIO()
-    torch.save(value, stream)
-    return stream
-
-
-def _check_loads_safely(key: str, stream: io.BytesIO, where: str) -> None:
-    try:
-        load_object(io.BytesIO(stream.getbuffer()), key, where, allow_pickle=False)
-    except UnsafePickle as error:
-        raise UnsupportedState(
-            key,
-            "value that needs code to unpickle",
-            f"{error.why}; restoring would refuse it. Save plain values, containers, tensors and "
-            "numpy arrays, or pass allow_pickle=True",
-        ) from error
 
 
 def _tensor_digests(state_dict: Mapping[str, Any]) -> dict[str, int]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import functools
+import io
 import logging
 import os
 import threading
@@ -18,7 +19,7 @@ from torch.distributed.checkpoint.metadata import (
     MetadataIndex,
     StorageMeta,
 )
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem
 from torch.distributed.checkpoint.staging import AsyncStager
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
@@ -39,6 +40,7 @@ from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.format.envelope import Envelopes
 from dcp_checkfreq.format.texts import plain
+from dcp_checkfreq.format.value_checks import ValueChecks
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.publish.assemble import assemble
 from dcp_checkfreq.publish.attempt import SaveAttempt, new_attempt
@@ -51,7 +53,7 @@ from dcp_checkfreq.publish.unsettled import remember, sweep_up
 from dcp_checkfreq.recovery.files import is_published, named_in
 from dcp_checkfreq.shards.assign import Placement
 from dcp_checkfreq.shards.codec import Item, finish_gpu_work, pieces
-from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve
+from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve, value_of
 from dcp_checkfreq.snapshot.guard import Address, guard_of
 from dcp_checkfreq.snapshot.stager import Snapshot, Stager
 from dcp_checkfreq.snapshot.survey import Survey
@@ -93,6 +95,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             ones, ``.metadata`` is replaced atomically, then the old files are removed.
         threads: files this rank writes at once.
         direct_io: None: past the page cache where the file system can; False: never.
+        allow_pickle: save values whose unpickling runs code; whoever loads has to allow it, too.
+            Without it they are refused when they are saved.
         overlap: optimizers whose `step` alone changes their parameters and state.
         staging_dir: folder on a local disk of each node. Shards are written there first, which
             frees the snapshot buffers, and are copied from there to ``path``; the save ends, as
@@ -120,6 +124,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         overwrite: bool = False,
         threads: int = 2,
         direct_io: bool | None = None,
+        allow_pickle: bool = False,
         overlap: Sequence[Optimizer] = (),
         staging_dir: StagingDir | None = None,
         staging_bytes: int | None = None,
@@ -137,6 +142,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._staging = (staging_dir, staging_bytes)
         self._tier = self._opened(path)
         self._threads = threads
+        self._allow_pickle = allow_pickle
+        self._values = ValueChecks()
         self._overlap = tuple(overlap)
         self._lineage = lineage
         self._uploads_later = uploads_later
@@ -283,7 +290,10 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         try:
             self._attempt.begin()
             with collector_held():
-                items = resolve(plan, planner, _ENVELOPES)
+                check = (
+                    None if self._allow_pickle else functools.partial(self._check_value, planner)
+                )
+                items = resolve(plan, planner, _ENVELOPES, check)
                 if not self._stager.holds_a_snapshot:
                     finish_gpu_work(item.source for item in items)
                 placements = lay_out(items, self._threads)
@@ -305,6 +315,11 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._attempt.wrote()
         with collector_held():
             return report(plan, items, placements, files)
+
+    def _check_value(self, planner: SavePlanner, item: WriteItem, stream: io.BytesIO) -> None:
+        """Refuse what a restart would refuse."""
+        look_up = functools.partial(value_of, item, planner)
+        self._values.check(item.index.fqn, stream, self._tier.location, look_up)
 
     @told("publishing")
     @tells_errors(SaveFailed, "publishing")

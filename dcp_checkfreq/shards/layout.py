@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from torch.distributed.checkpoint.planner import SavePlan, SavePlanner
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    WriteItem,
+    WriteItemType,
+)
 
 from dcp_checkfreq.errors import UnsupportedState
 from dcp_checkfreq.format.envelope import Envelopes
+from dcp_checkfreq.format.value_checks import serialised
 from dcp_checkfreq.shards.assign import Placement, assign_files, place
 from dcp_checkfreq.shards.codec import Item, byte_item, memory_of, tensor_item
 
@@ -31,10 +37,21 @@ class RankReport:
     digests: list[list[int]]
 
 
-def resolve(plan: SavePlan, planner: SavePlanner, envelopes: Envelopes) -> list[Item]:
+def resolve(
+    plan: SavePlan,
+    planner: SavePlanner,
+    envelopes: Envelopes,
+    check: Callable[[WriteItem, io.BytesIO], None] | None = None,
+) -> list[Item]:
     """Ask the planner for every item of the plan, in order.
 
     Items that are the very same memory (tied weights) are marked, so that it is written once.
+
+    Args:
+        plan: of this rank.
+        planner: that knows the state.
+        envelopes: made before.
+        check: looks at every byte item.
 
     Raises:
         UnsupportedState: an item cannot be written or loaded again.
@@ -42,12 +59,10 @@ def resolve(plan: SavePlan, planner: SavePlanner, envelopes: Envelopes) -> list[
     items: list[Item] = []
     at_address: dict[int, int] = {}
     for write_item in plan.items:
-        try:
-            data = planner.resolve_data(write_item)
-        except RecursionError:
-            key, why = write_item.index.fqn, "it is nested too deep, or holds itself"
-            raise UnsupportedState(key, "value without a pickle", why) from None
+        data = _resolved(write_item, planner)
         if isinstance(data, io.BytesIO):
+            if check is not None:
+                check(write_item, data)
             items.append(byte_item(data))
             continue
         item = tensor_item(data, write_item.index.fqn, envelopes)
@@ -57,6 +72,28 @@ def resolve(plan: SavePlan, planner: SavePlanner, envelopes: Envelopes) -> list[
                 item.same_as = first
         items.append(item)
     return items
+
+
+def _resolved(write_item: WriteItem, planner: SavePlanner) -> torch.Tensor | io.BytesIO:
+    key = write_item.index.fqn
+    try:
+        return planner.resolve_data(write_item)
+    except RecursionError:
+        why = "it is nested too deep, or holds itself"
+        raise UnsupportedState(key, "value without a pickle", why) from None
+    except UnsupportedState:
+        raise
+    except Exception:  # whatever a value of the user's raises when the planner pickles it
+        if write_item.type is WriteItemType.BYTE_IO:
+            value = value_of(write_item, planner)
+            serialised(value, key)  # raises by the key of the part, if it is that
+        raise
+
+
+def value_of(write_item: WriteItem, planner: SavePlanner) -> object:
+    """Return the value that an item stands for; None if this planner does not tell."""
+    look_up = getattr(planner, "lookup_object", None)  # DCP's planners and those made of them
+    return None if look_up is None else look_up(write_item.index)
 
 
 def _is_same(one: torch.Tensor | memoryview, other: torch.Tensor) -> bool:

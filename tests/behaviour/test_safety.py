@@ -44,7 +44,10 @@ both_planners = pytest.mark.parametrize(
 )
 writers = pytest.mark.parametrize(
     "write",
-    [save, lambda state, path: dcp.save(state, storage_writer=dcp.FileSystemWriter(path))],
+    [
+        lambda state, path: save(state, path, allow_pickle=True),
+        lambda state, path: dcp.save(state, storage_writer=dcp.FileSystemWriter(path)),
+    ],
     ids=["ours", "stock"],
 )
 

@@ -340,7 +340,8 @@ HOLDERS = {
 @pytest.mark.parametrize("planner", [lambda: None, CheckFreqSavePlanner], ids=["default", "ours"])
 def test_a_tensor_in_a_byte_item_takes_room_for_itself(tmp_path, hold, planner):
     state = {"big": torch.randn(1 << 20), "held": hold(torch.arange(10_000.0)[3:7])}
-    dcp.async_save(state, storage_writer=CheckFreqWriter(tmp_path), planner=planner()).result(60)
+    writer = CheckFreqWriter(tmp_path, allow_pickle=True)
+    dcp.async_save(state, storage_writer=writer, planner=planner()).result(60)
     (shard,) = tmp_path.glob("*.distcp")
     assert shard.stat().st_size < (4 << 20) + 64_000
     reader = CheckFreqReader(tmp_path, allow_pickle=True)
