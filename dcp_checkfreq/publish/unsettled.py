@@ -73,8 +73,7 @@ def _take_back(attempt: SaveAttempt) -> None:
     doomed = [e.name for e in entries if names.parse_shard(e.name) and e.name not in named]
     for name in doomed:
         folder.delete(name)
-    if not doomed:
-        return
     if len(doomed) == len(entries):
-        folder.remove()
-    _log.info("%s: removed %d files of a failed save", folder.location, len(doomed))
+        folder.remove()  # else a disk that stays full gets one more folder with every save
+    if doomed:
+        _log.info("%s: removed %d files of a failed save", folder.location, len(doomed))

@@ -28,6 +28,7 @@ from dcp_checkfreq import (
     WriteFailed,
     find_latest_valid,
 )
+from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.testing import (
     Fault,
     FaultyTier,
@@ -312,6 +313,21 @@ def test_a_failed_save_leaves_no_files_and_older_checkpoints_untouched(root):
     assert [step for step in before if not root.child(f"step_{step:08d}").list()] == []
     assert root.child("step_00000003").list() == []
     assert find_latest_valid(root, depth="digest").step == 2
+
+
+@pytest.mark.parametrize("verb", ["write_shard", "create"])
+def test_the_folders_of_saves_that_failed_are_gone_after_the_next_one(tmp_path, verb):
+    faults = [Fault(verb=verb, error=errno.EDQUOT, nth=nth) for nth in (1, 2, 3)]
+    root = tmp_path / "run"
+    tier = FaultyTier(LocalTier(root), faults)
+    with Checkpointer(tier, counter(), every=1, keep_last=9, max_failures=9) as ckpt:
+        for _ in range(6):
+            ckpt.after_step()
+            ckpt.wait()
+    failed = [record.step for record in ckpt.history if record.error]
+    assert failed == [2, 3, 4]
+    folders = sorted(path.name for path in root.glob("step_*"))
+    assert folders == ["step_00000001", "step_00000005", "step_00000006"]
 
 
 def test_a_lost_answer_of_the_commit_deletes_nothing_and_the_step_is_there(root):

@@ -319,10 +319,12 @@ class SlowAtTimes(ForwardingTier):
         return call()
 
 
-def tuned(root, rank, *, saves, collectives, wild=False, most_steps=40_000):
-    """Train until so many saves have ended on this rank. Return k after every step.
+def tuned(root, rank, *, at_least, saves, most_steps, collectives, wild=False):
+    """Train until so many ``saves`` have ended, or for ``most_steps``. Return k after every step.
 
-    A busy machine takes more steps for them: ``most_steps`` is there for one that gets nowhere.
+    The busier the machine, the more steps a save takes, without a limit: so no number of steps has
+    a number of saves for sure, and ``at_least`` so many are waited for. All ranks know of the end
+    of a save at the same step, so they leave the loop at the same one.
     """
     chance = random.Random(100 + rank)
     world = dist.get_world_size()
@@ -339,7 +341,11 @@ def tuned(root, rank, *, saves, collectives, wild=False, most_steps=40_000):
         clock=OtherClock(rank, wild=wild),
         timeout_s=60,
     ) as ckpt:
-        while ckpt.step < most_steps and (len(ckpt.history) < saves or ckpt.step % 20):
+        while (
+            (ended := len(ckpt.history)) < at_least
+            or (ended < saves and ckpt.step < most_steps)
+            or ckpt.step % 20
+        ):
             at = ckpt.step + 1
             weight.fill_(float(at))
             time.sleep(0.0004 * (5 if rank == 1 else 1) * (1 + (at // 100) % 3))
@@ -364,7 +370,14 @@ def tuned(root, rank, *, saves, collectives, wild=False, most_steps=40_000):
 
 @job
 def ranks_agree_beside_collectives(shared):
-    return tuned(shared / "agree_1", dist.get_rank(), saves=60, collectives=True)
+    return tuned(
+        shared / "agree_1",
+        dist.get_rank(),
+        at_least=20,
+        saves=60,
+        most_steps=4000,
+        collectives=True,
+    )
 
 
 @job
@@ -373,17 +386,25 @@ def ranks_agree_whatever_their_clocks_say(shared):
     return tuned(
         shared / "agree_3",
         dist.get_rank(),
+        at_least=3,
         saves=1000,
+        most_steps=400,
         collectives=True,
         wild=True,
-        most_steps=400,
     )
 
 
 @job
 def ranks_agree_without_collectives(shared):
     """Nothing but saves keeps the ranks together: they are at different steps most of the time."""
-    return tuned(shared / "agree_2", dist.get_rank(), saves=140, collectives=False)
+    return tuned(
+        shared / "agree_2",
+        dist.get_rank(),
+        at_least=40,
+        saves=140,
+        most_steps=8000,
+        collectives=False,
+    )
 
 
 @job
