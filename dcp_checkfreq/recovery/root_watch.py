@@ -7,6 +7,7 @@ save must say so.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
@@ -19,7 +20,7 @@ from dcp_checkfreq.format.metadata import content_of
 from dcp_checkfreq.recovery.plan import StepRecord, left_by, record_of
 from dcp_checkfreq.recovery.root_id import id_of_root, make_root_id
 from dcp_checkfreq.recovery.scan import examine
-from dcp_checkfreq.storage.tier import Tier
+from dcp_checkfreq.storage.tier import Tier, disk_of
 
 _log = logging.getLogger(__name__)
 
@@ -47,6 +48,7 @@ class RootWatch:
     def __init__(self, root: Tier) -> None:
         self._root = root
         self._root_id: str | None = None
+        self._disk: int | None = None  # that held the root when its id was there
         self._seen: dict[str, _Seen] = {}
         self._looks = 0
         self.links: frozenset[str] = frozenset()  # steps that were links at the last look
@@ -54,6 +56,8 @@ class RootWatch:
     def begin(self, root_id: str | None, records: Iterable[StepRecord]) -> None:
         """Start anew with what a scan has found just now. Touches nothing."""
         self._root_id = root_id
+        with contextlib.suppress(OSError):
+            self._disk = disk_of(self._root)
         self._seen = {record.name: _Seen(record) for record in records}
 
     def saved(self, history: Lineage | None, step: int, content_identity: str) -> None:
@@ -83,6 +87,7 @@ class RootWatch:
         found = id_of_root(self._root)
         if found is None:
             if self._root_id is not None:
+                self._check_disk(where)
                 _log.warning(
                     "%s: %s/%s is gone and is made again. Was the root emptied?",
                     *(self._root.location, names.RUN_FOLDER, names.ROOT_ID),
@@ -95,6 +100,18 @@ class RootWatch:
                 "the root was removed, or moved away, and another job has made a new one in its "
                 f"place (its id is {found}, it was {self._root_id}). Nothing is saved among that "
                 "job's steps: stop this job, or start it again with a root of its own",
+            )
+        self._disk = disk_of(self._root)  # of one that was mounted again it may be another number
+
+    def _check_disk(self, where: str) -> None:
+        """Refuse a root that is empty because what was mounted there is gone."""
+        if self._disk not in (None, disk_of(self._root)):
+            raise WriteFailed(
+                where,
+                f"{names.RUN_FOLDER}/{names.ROOT_ID} is gone, and the root lies on another disk "
+                "than before. Is its mount gone? What is saved below a mount point cannot be "
+                "found once it is mounted again. Mount it and saving goes on; start the job again "
+                "if it is to go on here",
             )
 
     def _look(self) -> list[StepRecord]:

@@ -99,6 +99,17 @@ class LocalTier:
             # files are no safer than ours.
             _sync_folder(os.path.dirname(self._path))
 
+    def disk(self) -> int:
+        """Return the number of the device that holds the folder; see `disk_of`."""
+        path = self._path
+        while True:
+            try:
+                return os.stat(path).st_dev
+            except FileNotFoundError:
+                if path == os.path.dirname(path):
+                    raise
+                path = os.path.dirname(path)
+
     def list(self) -> list[Entry]:
         """Return what is in the folder; links that lead nowhere are left out."""
         try:

@@ -30,6 +30,7 @@ from dcp_checkfreq.storage.tier import (
     StaleCredentials,
     Tier,
     abort_uploads,
+    disk_of,
     read_small,
     reads_at_once,
 )
@@ -232,6 +233,10 @@ class StagedTier:
     def remove(self) -> None:
         """Remove the folder from the slow side if it is empty."""
         self.slow.remove()
+
+    def disk(self) -> int | None:
+        """Return what `disk_of` says of the slow side."""
+        return disk_of(self.slow)
 
     def abort_uploads(self, is_ours: Callable[[str], bool], *, before_s: float) -> Sequence[str]:
         """Abort what dead processes began to upload to the slow side."""

@@ -238,6 +238,18 @@ def abort_uploads(root: Tier, is_ours: Callable[[str], bool], *, before_s: float
     return [] if abort is None else list(abort(is_ours, before_s=before_s))
 
 
+def disk_of(tier: Tier) -> int | None:
+    """Return a number that differs between disks; None where the storage knows of none.
+
+    Of a folder that is missing it is that of the one that would hold it.
+
+    Raises:
+        OSError: of the storage.
+    """
+    disk: Callable[[], int | None] | None = getattr(tier, "disk", None)
+    return None if disk is None else disk()
+
+
 def read_small(tier: Tier, name: str, *, at_most_bytes: int) -> bytes:
     """Return the whole content of a file, whose size is looked at before memory is taken.
 

@@ -1,7 +1,9 @@
 """A run that was forgotten and still saves: it hears of it, and does nobody any harm."""
 
 import json
+import os
 import shutil
+import subprocess
 
 import pytest
 import torch.distributed.checkpoint as dcp
@@ -18,6 +20,7 @@ from dcp_checkfreq import (
 from dcp_checkfreq.format.names import step_folder
 from dcp_checkfreq.recovery.plan import begin_history
 from dcp_checkfreq.recovery.scan import scan
+from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.testing import GatedTier
 
 
@@ -174,6 +177,42 @@ def test_a_root_that_was_emptied_is_saved_into_with_a_word(tmp_path, caplog):
         assert find_latest_valid(root).step == 3
         assert (root / ".checkfreq" / "root-id").read_bytes() == was
     assert "root-id is gone" in caplog.text
+
+
+def mount(source, folder):
+    command = ["mount", *source, str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"no disk can be mounted here: {done.stderr}")
+
+
+@pytest.mark.skipif(
+    os.geteuid() != 0 or shutil.which("mount") is None, reason="only root can mount a disk"
+)
+@pytest.mark.parametrize("below", ["", "run"])
+def test_nothing_is_saved_below_a_mount_that_is_gone(tmp_path, below):
+    point, disk = tmp_path / "mounted", tmp_path / "disk"
+    point.mkdir()
+    disk.mkdir()
+    mount(["-t", "tmpfs", "-o", "size=8m", "x"], disk)
+    try:
+        mount(["--bind", str(disk)], point)
+        with job(point / below, max_failures=9, keep_last=2) as ckpt:
+            ckpt.restore()
+            advance(ckpt, 3)
+            subprocess.run(["umount", "-l", point], check=True)
+            advance(ckpt, 2)
+            assert [path for path in point.rglob("*") if path.name.startswith("step_")] == []
+            mount(["--bind", str(disk)], point)
+            advance(ckpt, 2)
+            assert steps_on(LocalTier(point / below)) == [6, 7]
+            failed = [(record.step, record.error) for record in ckpt.history if record.error]
+        assert [step for step, _ in failed] == [4, 5]
+        assert all("another disk than before" in str(error) for _, error in failed)
+        assert find_latest_valid(point / below).step == 7
+    finally:
+        subprocess.run(["umount", "-l", point], check=False)
+        subprocess.run(["umount", "-l", disk], check=False)
 
 
 def test_a_whole_step_that_is_in_the_way_and_was_not_left_is_still_an_error(root):

@@ -12,7 +12,7 @@ from dcp_checkfreq.recovery.root_id import id_of_root, make_root_id
 from dcp_checkfreq.recovery.root_watch import RootWatch
 from dcp_checkfreq.recovery.scan import scan
 from dcp_checkfreq.storage.local import LocalTier
-from dcp_checkfreq.testing import Fault, FaultyTier, MemoryTier
+from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier, MemoryTier
 
 
 @pytest.fixture(params=["memory", "disk"])
@@ -164,6 +164,35 @@ def test_an_id_that_is_gone_or_makes_no_sense_is_made_again_and_told(root, conte
     caplog.clear()
     watch.check(Lineage(run_id="a"), 1)
     assert not caplog.text
+
+
+class OnADisk(ForwardingTier):
+    """Holds what it is told, on the disk that it is told."""
+
+    number = 7
+
+    def disk(self):
+        return self.number
+
+
+@pytest.mark.parametrize("restored", [True, False])
+def test_an_id_that_is_gone_with_its_disk_fails_the_save_until_the_disk_is_back(caplog, restored):
+    root = OnADisk(MemoryTier())
+    watch, own = (watching(root) if restored else RootWatch(root)), Lineage(run_id="a")
+    if not restored:
+        watch.check(own, 1)
+    there, root.inner = root.inner, MemoryTier()
+    root.number = 8
+    for step in (2, 3):
+        with pytest.raises(WriteFailed, match="on another disk than before"):
+            watch.check(own, step)
+    assert root.inner.files() == {}
+    assert not caplog.text
+    root.inner, root.number = there, 9  # the same one, mounted again
+    watch.check(own, 4)
+    root.child(names.RUN_FOLDER).delete(names.ROOT_ID)
+    watch.check(own, 5)
+    assert "root-id is gone and is made again" in caplog.text
 
 
 def test_a_root_whose_id_was_not_known_takes_the_one_that_is_there(root, caplog):
