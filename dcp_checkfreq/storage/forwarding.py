@@ -54,7 +54,7 @@ class ForwardingTier:
 
     def __getattr__(self, name: str) -> Any:
         # What a tier may have or not; see `storage/tier`.
-        if name in ("reads_at_once", "abort_uploads"):
+        if name in ("reads_at_once", "abort_uploads", "disk"):
             return getattr(self.inner, name)
         raise AttributeError(name)
 

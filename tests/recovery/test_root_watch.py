@@ -11,7 +11,9 @@ from dcp_checkfreq.recovery.plan import begin_history
 from dcp_checkfreq.recovery.root_id import id_of_root, make_root_id
 from dcp_checkfreq.recovery.root_watch import RootWatch
 from dcp_checkfreq.recovery.scan import scan
+from dcp_checkfreq.storage.forwarding import noted
 from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.tier import disk_of
 from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier, MemoryTier
 
 
@@ -178,6 +180,7 @@ class OnADisk(ForwardingTier):
 @pytest.mark.parametrize("restored", [True, False])
 def test_an_id_that_is_gone_with_its_disk_fails_the_save_until_the_disk_is_back(caplog, restored):
     root = OnADisk(MemoryTier())
+    assert disk_of(noted(root, moved=lambda: None)) == 7
     watch, own = (watching(root) if restored else RootWatch(root)), Lineage(run_id="a")
     if not restored:
         watch.check(own, 1)
