@@ -47,6 +47,9 @@ class PerRank:
 
     def __init__(self, value: Any) -> None:
         self.value = value
+        # What can tell more about one rank than about all of them does so from now on.
+        if callable(tell := getattr(value, "belong_to_rank", None)):
+            tell()
 
     def absent(self, rank: int, step: int) -> None:
         """Act on a restore from ``step`` that has values of other ranks and none of this one."""

@@ -39,6 +39,7 @@ LEVELS = {
     "data/lanes": 1,
     "data/order": 1,
     "data/position": 1,
+    "data/trail": 1,
     "data/flocks": 2,
     "outcome": 2,
     "leaving": 2,
@@ -115,6 +116,7 @@ PURE = {
     "data/lanes",
     "data/order",
     "data/position",
+    "data/trail",
     "told",
 }
 IMPURE_STDLIB = {

@@ -57,7 +57,7 @@ class ResumableLoader(TorchLoader):
         augment_rng: what is seeded before each sample (and before collate), without touching the
             training's own random state: "global" `random`, NumPy's and torch's global generators,
             and `sample_rng`; "explicit" only the latter, which costs less; "none" nothing. With
-            "none" items are fetched by ``__getitems__`` where the data set has it.
+            "none" a batch is fetched at once by ``__getitems__``, where the data set has it.
         dataset_id: what the data is, in your words (name, version, transforms). A state is not
             loaded into data with another id or length. Default: ``dataset.dataset_id`` if there is
             one (`CachedFiles` has it).
@@ -149,15 +149,19 @@ class BatchesOf(Dataset[Any]):
             return self._collate(samples)
 
     def _samples(self, keys: _Keys) -> Iterator[Any]:
-        # What fetches several at once (Hugging Face data sets do) cannot be seeded in between.
-        at_once = getattr(self.dataset, "__getitems__", None) if self._seeds.is_off else None
+        # `DataLoader` prefers it, and some data sets have nothing else.
+        several = getattr(self.dataset, "__getitems__", None)
         for epoch, indices in keys:
-            if at_once is not None:
-                yield from at_once(indices)
+            if several is not None and self._seeds.is_off:
+                yield from several(indices)
                 continue
-            for index in indices:
+            for index in indices:  # one by one, to be seeded in between
                 self._seeds.sample(epoch, index)
-                yield self.dataset[index]
+                if several is None:
+                    yield self.dataset[index]
+                else:
+                    (sample,) = several([index])
+                    yield sample
 
 
 def _id_of(dataset: Any) -> str:

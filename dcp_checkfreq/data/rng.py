@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from dcp_checkfreq.app_state import PerRank
-from dcp_checkfreq.data import global_rng
+from dcp_checkfreq.data import generators, global_rng
 from dcp_checkfreq.data.order import RANK_STREAM, derive, numpy_or_none
 from dcp_checkfreq.data.ranks import resolve
 from dcp_checkfreq.errors import DataStateError
@@ -84,7 +84,7 @@ class RNGState(PerRank):
             "numpy": _plain(numpy),
             "torch": torch_cpu,
             "generators": {
-                name: (_kind(generator, name), _plain(_state_of(generator)))
+                name: (_kind(generator, name), _plain(generators.state_of(generator)))
                 for name, generator in self._generators.items()
             },
         }
@@ -128,7 +128,10 @@ class RNGState(PerRank):
             numpy_state = global_rng.save()[1]  # saved where there was no NumPy
         global_rng.bring_back((_as_tuples(state["python"]), numpy_state, state["torch"]))
         for name in saved.keys() & self._generators.keys():
-            _set_state(self._generators[name], _from_plain(saved[name][1]))
+            own = _from_plain(saved[name][1])
+            if isinstance(self._generators[name], random.Random):
+                own = _as_tuples(own)
+            generators.set_state(self._generators[name], own)
         if "cuda" in state and torch.cuda.is_available():
             torch.cuda.set_rng_state(state["cuda"])
 
@@ -142,7 +145,8 @@ class RNGState(PerRank):
         global_rng.seed_all(key)
         torch.manual_seed(key & 0xFFFFFFFF)
         for number, name in enumerate(sorted(self._generators)):
-            _reseed(self._generators[name], derive(RANK_STREAM, self._seed, rank, step, number))
+            key = derive(RANK_STREAM, self._seed, rank, step, number)
+            generators.reseed(self._generators[name], key)
         _log.warning(
             "%s: the checkpoint of step %d has no random states of rank %d: seeded anew from "
             "seed %d, rank and step",
@@ -185,52 +189,13 @@ def _check(state: Any) -> None:
 
 
 def _kind(generator: Any, name: str) -> str:
-    """Return what a generator is, so that a state is not put into one of another kind."""
-    if isinstance(generator, random.Random):
-        return "random.Random"
-    if isinstance(generator, torch.Generator):
-        return f"torch.Generator on {generator.device.type}"
-    np = numpy_or_none()
-    if np is not None and isinstance(generator, np.random.Generator):
-        return type(generator.bit_generator).__name__
-    if np is not None and isinstance(generator, np.random.RandomState):
-        return "RandomState"
-    raise TypeError(
-        f"generator {name!r} must be a random.Random, np.random.Generator, np.random.RandomState "
-        f"or torch.Generator, got {type(generator).__name__}"
-    )
-
-
-def _state_of(generator: Any) -> Any:
-    if isinstance(generator, random.Random):
-        return generator.getstate()
-    if isinstance(generator, torch.Generator):
-        return generator.get_state()
-    if hasattr(generator, "bit_generator"):
-        return generator.bit_generator.state
-    return generator.get_state(legacy=False)
-
-
-def _set_state(generator: Any, state: Any) -> None:
-    if isinstance(generator, random.Random):
-        generator.setstate(_as_tuples(state))
-    elif isinstance(generator, torch.Generator):
-        generator.set_state(state)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = state
-    else:
-        generator.set_state(state)
-
-
-def _reseed(generator: Any, key: int) -> None:
-    if isinstance(generator, random.Random):
-        generator.seed(key)
-    elif isinstance(generator, torch.Generator):
-        generator.manual_seed(key & 0xFFFFFFFF)
-    elif hasattr(generator, "bit_generator"):
-        generator.bit_generator.state = type(generator.bit_generator)(key).state
-    else:
-        generator.seed(key >> 32)
+    found = generators.kind_of(generator)
+    if found is None:
+        raise TypeError(
+            f"generator {name!r} must be a random.Random, np.random.Generator, "
+            f"np.random.RandomState or torch.Generator, got {type(generator).__name__}"
+        )
+    return found
 
 
 def _plain(value: Any) -> Any:

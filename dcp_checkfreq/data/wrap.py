@@ -7,11 +7,19 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
+from torch.utils.data import DataLoader
+
 from dcp_checkfreq.data import global_rng
+from dcp_checkfreq.data.content import digest_of
+from dcp_checkfreq.data.made import differences, has_stream, made_by, made_here
 from dcp_checkfreq.data.order import WORKER_STREAM, derive
-from dcp_checkfreq.data.position import FORMAT, OnMismatch, parse, read_number, read_text, short_id
+from dcp_checkfreq.data.position import FORMAT, OnMismatch, short_id
 from dcp_checkfreq.data.ranks import resolve
+from dcp_checkfreq.data.sources import Sources
+from dcp_checkfreq.data.trail import Comparison, Trail
+from dcp_checkfreq.data.wrap_state import Saved, check_replayable
 from dcp_checkfreq.errors import DataStateError
+from dcp_checkfreq.format.torch_private import end_workers
 
 _log = logging.getLogger(__name__)
 
@@ -28,10 +36,14 @@ class ResumableIterator:
 
     Around each batch the process's random states are those of the data, which begin each epoch as
     a function of (seed, epoch); the training's own are put back. So a shuffle that draws from them
-    is the same when it is replayed, and dropout does not depend on the data.
+    is the same when it is replayed, and dropout does not depend on the data. Generators that the
+    loader, its samplers or its data set hold begin each epoch as a function of (seed, epoch, what
+    they were seeded with). Where there is a ``set_epoch(epoch)`` it is called. Persistent workers
+    end with the epoch.
 
-    Before each epoch ``set_epoch(epoch)`` is called on the loader, its samplers and its data set,
-    where they have it.
+    What makes the batches (batch size, sampler, length, ...) is saved along, and digests of the
+    batches that were handed out: a loader that would not go on with what is left is a
+    `DataStateError`, when the state is loaded or at the first batch.
 
     Args:
         loader: to iterate, once per epoch; must give the same batches for the same epoch.
@@ -50,9 +62,14 @@ class ResumableIterator:
         world_size: data-parallel ranks; tell both or neither.
         dataset_id: what the data is, in your words; a state is not loaded into other data.
         on_mismatch: what `load_state_dict` does by default if the data is another.
+        compare: what of a batch is compared when it is replayed: True all of it (large tensors are
+            sampled, those on devices are not looked into), a function what it returns for a batch
+            (its ids, say), False nothing.
 
     Raises:
-        TypeError: ``loader`` is an iterator, or mode is "own" and nothing in it keeps a position.
+        TypeError: ``loader`` or its sampler is an iterator, it knows its position itself, or mode
+            is "own" and nothing in it keeps a position.
+        ValueError: its workers hand out batches in any order.
     """
 
     def __init__(
@@ -65,6 +82,7 @@ class ResumableIterator:
         world_size: int | None = None,
         dataset_id: str = "",
         on_mismatch: OnMismatch = "error",
+        compare: bool | Callable[[Any], object] = True,
     ) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
@@ -72,10 +90,10 @@ class ResumableIterator:
             raise ValueError(
                 f"on_mismatch must be one of {get_args(OnMismatch)}, got {on_mismatch!r}"
             )
-        if isinstance(loader, Iterator):
-            raise TypeError(
-                f"{type(loader).__name__} can be iterated only once: pass what iter() is called on"
-            )
+        self._keeper: Any = _keeper_of(loader) if mode == "own" else None
+        self._sources = Sources(loader)
+        if mode != "own":
+            check_replayable(loader, self._sources)
         self.loader = loader
         self.epoch = 0
         self.batches = 0  # of this epoch, handed out to this rank
@@ -84,19 +102,38 @@ class ResumableIterator:
         self._dataset = short_id(dataset_id)
         self._on_mismatch = on_mismatch
         self._place = resolve(rank, world_size)
-        self._keeper: Any = _keeper_of(loader) if mode == "own" else None
+        self._is_per_rank = self._place.world_size == 1
         self._own_state: Any = None  # to be given to the keeper when the next iterator is made
         self._generation = 0
+        self._roots: dict[str, int] = {}  # of a saved state: they count instead of those found
+        self._compared = mode == "replay" and compare is not False
+        self._ids = compare if callable(compare) else None
+        self._trail: Trail | None = Trail()  # None: only what was loaded is known
+        self._loaded_trail: str | None = None
+        self._hint = ""  # what may be why a replay goes another way
+
+    def belong_to_rank(self) -> None:
+        """Keep what only holds for this rank in the state, too. `PerRank` calls it.
+
+        With one rank it is always so.
+        """
+        self._is_per_rank = True
 
     def __len__(self) -> int:
-        """Return how many batches are left of this epoch, if the loader knows its length."""
-        return max(0, len(self.loader) - self.batches)  # type: ignore[arg-type]
+        """Return how many batches the whole epoch has, if the loader knows its length."""
+        return len(self.loader)  # type: ignore[arg-type]
+
+    @property
+    def steps_left(self) -> int:
+        """Batches that are left of this epoch, if the loader knows its length."""
+        return max(0, len(self) - self.batches)
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over the rest of the epoch; those made before become stale.
 
         Raises:
-            DataStateError: the replayed epoch has fewer batches than were trained.
+            DataStateError: when asked for its first batch: the replayed epoch is not the one that
+                was trained, or has fewer batches.
         """
         self._place.check(_WHAT)
         self._generation += 1
@@ -112,19 +149,20 @@ class ResumableIterator:
         training = global_rng.save()
         global_rng.seed_all(key)
         try:
-            _tell_epoch(self.loader, epoch)
+            self._sources.begin(epoch, key, self._roots)
             if own is not None:
                 self._keeper.load_state_dict(own)
                 self._own_state = None
+            elif isinstance(self.loader, DataLoader) and self.loader.persistent_workers:
+                # They would go on with their random states of the epoch before.
+                end_workers(self.loader)
             batches = iter(self.loader)
-            for done in range(skip):
-                if next(batches, _END) is _END:
-                    raise DataStateError(
-                        _WHAT, f"epoch {epoch} has {done} batches, {skip} were trained"
-                    )
+            trail = self._replay(batches, epoch, skip)
             data = global_rng.save()
         finally:
             global_rng.bring_back(training)
+        self._check(generation)
+        self._trail, self._loaded_trail = trail, None
         while True:
             self._check(generation)
             training = global_rng.save()
@@ -135,10 +173,43 @@ class ResumableIterator:
             finally:
                 global_rng.bring_back(training)
             if batch is _END:
-                self.epoch, self.batches = epoch + 1, 0
+                self.epoch, self.batches, self._trail = epoch + 1, 0, Trail()
                 return
+            if self._compared:
+                trail.add(self._digest(batch))
             self.batches += 1
             yield batch
+
+    def _replay(self, batches: Iterator[Any], epoch: int, count: int) -> Trail:
+        """Pass over the batches that were trained; make sure that they are those."""
+        known = self._trail_text() if count else None
+        comparison = None if known is None else Comparison(known, count)
+        trail = Trail()
+        for done in range(count):
+            batch = next(batches, _END)
+            if batch is _END:
+                raise DataStateError(
+                    _WHAT, f"epoch {epoch} has {done} batches, {count} were trained"
+                )
+            if not self._compared:
+                continue
+            short = trail.add(self._digest(batch))
+            parting = None if comparison is None else comparison.see(done + 1, short)
+            if parting is not None:
+                raise DataStateError(
+                    _WHAT,
+                    f"the replay of epoch {epoch} went another way: {parting} of {count} is not "
+                    f"the one that was trained{self._hint}. {_PARTED}",
+                )
+        return trail
+
+    def _digest(self, batch: Any) -> int:
+        return digest_of(batch if self._ids is None else self._ids(batch))
+
+    def _trail_text(self) -> str | None:
+        if not self._compared:
+            return None
+        return self._loaded_trail if self._trail is None else self._trail.text()
 
     def _check(self, generation: int) -> None:
         if generation != self._generation:
@@ -150,17 +221,25 @@ class ResumableIterator:
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was handed out.
 
-        ``state`` is JSON, under 200 bytes and the same on all ranks that take as many batches;
-        with mode "own" there is ``own`` beside it, the loader's own state.
+        ``state`` is JSON, under 1 kB. With one rank, or in `PerRank`, it also holds what only one
+        rank can tell: lengths, what its generators were seeded with, and digests of the batches.
+        Without, it is the same on all ranks that take as many batches. With mode "own" there is
+        ``own`` beside it, the loader's own state.
         """
-        state = {
+        state: dict[str, Any] = {
             "format": FORMAT,
             "epoch": self.epoch,
             "batches": self.batches,
             "seed": self._seed,
             "world_size": self._place.world_size,
             "dataset": self._dataset,
+            "made": made_by(self.loader),
         }
+        if self._is_per_rank:
+            state["here"] = made_here(self.loader)
+            state["roots"] = {**self._sources.roots(), **self._roots}
+            if self.batches and (trail := self._trail_text()) is not None:
+                state["trail"] = trail
         text = json.dumps(state, separators=(",", ":"))
         own = self._own()
         return {"state": text} if own is None else {"state": text, "own": own}
@@ -186,8 +265,8 @@ class ResumableIterator:
         given: object = state
         if not isinstance(given, Mapping):
             raise DataStateError(_WHAT, f"the saved state is not one of a data loader: {given!r}")
-        saved = parse(given.get("state"), _WHAT)
-        epoch, batches = read_number(saved, "epoch", _WHAT), read_number(saved, "batches", _WHAT)
+        saved = Saved.of(given.get("state"))
+        epoch, batches = saved.epoch, saved.batches
         if batches and self._mode == "epoch":
             _log.warning(
                 "%s: epoch %d starts anew; %d batches of it were trained before",
@@ -206,22 +285,39 @@ class ResumableIterator:
             batches = 0
         self.epoch, self.batches = epoch, batches
         self._own_state = given.get("own") if batches else None
+        self._roots = self._sources.taken_over(saved.roots or {})
+        self._trail, self._loaded_trail = (None, saved.trail) if batches else (Trail(), None)
+        self._hint = saved.workers_hint(made_by(self.loader))
         self._generation += 1
 
-    def _changes(self, saved: dict[str, Any], *, needs_own: bool) -> str:
-        pairs = [
-            ("seed", read_number(saved, "seed", _WHAT), self._seed),
-            ("number of ranks", read_number(saved, "world_size", _WHAT), self._place.world_size),
-            ("dataset_id", read_text(saved, "dataset", _WHAT), self._dataset),
+    def _changes(self, saved: Saved, *, needs_own: bool) -> str:
+        pairs: list[tuple[str, object, object]] = [
+            ("seed", saved.seed, self._seed),
+            ("number of ranks", saved.world_size, self._place.world_size),
+            ("dataset_id", saved.dataset, self._dataset),
         ]
+        present = {**made_by(self.loader), **made_here(self.loader)}
+        size = present.get("batch_size")
+        if saved.samples_per_step() is not None and type(size) is int:
+            now = size * self._place.world_size
+            pairs.append(("number of samples per step", saved.samples_per_step(), now))
         changes = [f"the {name} was {old!r}, now it is {new!r}" for name, old, new in pairs
                    if old != new]  # fmt: skip
+        # A data set that keeps its position itself goes on behind any batches.
+        if self._mode != "own" or self._keeper is self.loader:
+            changes += differences(saved.made, present, workers_count=has_stream(self.loader))
+            changes += [] if saved.roots is None else self._sources.changes(saved.roots)
         if self._mode == "own" and needs_own:
             changes.append("the state was saved without the loader's own")
         return "; ".join(changes)
 
 
 _END = object()
+_PARTED = (
+    "Each epoch must yield the same batches when it is iterated anew with the same random states. "
+    "If they hold the same samples and only look another way (other noise, floats of another kind "
+    "of CPU), pass compare= a function that returns the ids of a batch, or compare=False"
+)
 
 
 def _keeper_of(loader: Any) -> Any:
@@ -245,18 +341,3 @@ def _keeper_of(loader: Any) -> Any:
 
 def _keeps_position(thing: Any) -> bool:
     return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")
-
-
-def _tell_epoch(loader: Any, epoch: int) -> None:
-    """Call ``set_epoch`` on each part that has it, once."""
-    sampler, batch_sampler = (
-        getattr(loader, "sampler", None),
-        getattr(loader, "batch_sampler", None),
-    )
-    parts = [loader, sampler, batch_sampler, getattr(batch_sampler, "sampler", None)]
-    told: list[object] = []
-    for part in [*parts, getattr(loader, "dataset", None)]:
-        set_epoch: Callable[[int], object] | None = getattr(part, "set_epoch", None)
-        if set_epoch is not None and not any(part is other for other in told):
-            set_epoch(epoch)
-            told.append(part)

@@ -7,6 +7,7 @@
 | `metadata._MEM_FORMAT_ENCODING` | part of every pickled `TensorProperties` |
 | `serialization._get_layout` | how torch pickles `torch.strided` |
 | `distributed_c10d._get_default_store` | there is no public way to the store of all ranks |
+| `DataLoader._iterator` | persistent workers can't be ended in any other way than with the loader |
 | `Tensor._version` | the only sign that a tensor was changed in place while it was being copied |
 
 `tests/format/test_torch_private.py` notices when one of them goes.
@@ -14,7 +15,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
@@ -27,12 +28,14 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
     from torch._C._distributed_c10d import Store
+    from torch.utils.data import DataLoader
 
 __all__ = [
     "MemoryFormat",
     "StorageInfo",
     "StoragePrefix",
     "default_store",
+    "end_workers",
     "get_default_store",
     "get_layout",
     "versions_of",
@@ -50,6 +53,11 @@ def default_store() -> Store:
     """
     own: Store = get_default_store().clone()  # type: ignore[attr-defined]  # not in the stubs
     return own
+
+
+def end_workers(loader: DataLoader[Any]) -> None:
+    """Let a loader with persistent workers begin its next epoch with new ones."""
+    loader._iterator = None
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -1,5 +1,6 @@
 """Data sets and helpers for the tests of loaders."""
 
+import itertools
 import os
 import random
 import signal
@@ -7,7 +8,7 @@ from collections import Counter
 
 import numpy as np
 import torch
-from torch.utils.data import Dataset
+from torch.utils.data import DataLoader, Dataset
 
 from dcp_checkfreq.data import ResumableLoader, sample_rng
 
@@ -123,3 +124,15 @@ def lost_and_repeated(found, length):
     times = Counter(found)
     lost = [index for index in range(length) if not times[index]]
     return lost, [index for index, count in times.items() if count > 1]
+
+
+def generator(seed=5):
+    return torch.Generator().manual_seed(seed)
+
+
+def load(dataset, **options):
+    return DataLoader(dataset, **{"batch_size": 4, "collate_fn": as_lists, **options})
+
+
+def batches_of(iterator, count=None):
+    return list(itertools.islice(iterator, count))

@@ -249,11 +249,28 @@ class AtOnce(Ids):
         return [self[index] for index in indices]
 
 
-@pytest.mark.parametrize(("mode", "times"), [("none", 5), ("global", 0)])
+@pytest.mark.parametrize(("mode", "times"), [("none", 5), ("global", 20)])
 def test_items_are_fetched_at_once_if_no_random_numbers_come_between(mode, times):
     data = AtOnce(20)
     assert take(loader_of(dataset=data, augment_rng=mode)) == order(0, 0, 20).at(range(20))
     assert data.asked == times
+
+
+class OnlyAtOnce(Ids):
+    """As some data sets are, and `DataLoader` takes them."""
+
+    def __getitem__(self, index):
+        raise NotImplementedError
+
+    def __getitems__(self, indices):
+        return [(index, random.random()) for index in indices]
+
+
+def test_a_data_set_that_fetches_only_several_at_once_is_asked_for_each():
+    first = dict(take(loader_of(dataset=OnlyAtOnce(20))))
+    assert sorted(first) == list(range(20))
+    other = dict(take(loader_of(dataset=OnlyAtOnce(20), batch_size=5, num_workers=1)))
+    assert first == other  # the random numbers of each are its own
 
 
 def tell_worker(number):

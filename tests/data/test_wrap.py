@@ -232,6 +232,20 @@ def test_an_epoch_that_became_shorter_is_an_error():
     for _, _ in zip(range(7), iterator, strict=False):
         pass
     shorter = ResumableIterator(list(range(5)))
+    with pytest.raises(DataStateError, match="number of batches was 10, now it is 5"):
+        shorter.load_state_dict(iterator.state_dict())
+
+    class Sizeless:
+        def __init__(self, length):
+            self.length = length
+
+        def __iter__(self):
+            return iter(range(self.length))
+
+    iterator = ResumableIterator(Sizeless(10))
+    for _, _ in zip(range(7), iterator, strict=False):
+        pass
+    shorter = ResumableIterator(Sizeless(5))
     shorter.load_state_dict(iterator.state_dict())
     with pytest.raises(DataStateError, match="has 5 batches, 7 were trained"):
         next(iter(shorter))
@@ -247,10 +261,11 @@ def test_an_iterator_from_before_a_load_is_stale():
     assert lost_and_repeated([0, *iterator], 10) == ([], [])
 
 
-def test_len_is_what_is_left():
+def test_len_is_the_whole_epoch_and_steps_left_is_the_rest():
     iterator = ResumableIterator(list(range(10)))
     live = iter(iterator)
     next(live)
-    assert len(iterator) == 9
-    with pytest.raises(TypeError):
-        len(ResumableIterator(stream()))
+    assert (len(iterator), iterator.steps_left) == (10, 9)
+    for ask in (len, lambda endless: endless.steps_left):
+        with pytest.raises(TypeError):
+            ask(ResumableIterator(stream()))

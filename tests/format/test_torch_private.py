@@ -24,6 +24,20 @@ def test_every_private_name_is_where_it_was():
     assert torch_private.get_default_store.__qualname__ == "_get_default_store"
 
 
+def test_workers_that_persist_are_new_ones_after_they_were_ended():
+    from torch.utils.data import DataLoader
+
+    loader = DataLoader(range(2), num_workers=1, persistent_workers=True, worker_init_fn=_greet)
+    first, same = iter(loader), iter(loader)
+    assert first is same
+    torch_private.end_workers(loader)
+    assert iter(loader) is not first
+
+
+def _greet(worker):
+    pass
+
+
 def test_storage_info_has_the_fields_that_are_used():
     info = torch_private.StorageInfo("file", 3, 4)
     assert (info.relative_path, info.offset, info.length) == ("file", 3, 4)

@@ -1,0 +1,123 @@
+"""What `ResumableIterator` saves, read and checked; which loaders it can't replay."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from dcp_checkfreq.data.made import Made
+from dcp_checkfreq.data.position import parse, read_number, read_text
+from dcp_checkfreq.data.sources import Sources
+from dcp_checkfreq.data.trail import Comparison
+from dcp_checkfreq.errors import DataStateError
+
+_WHAT = "ResumableIterator"
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A saved state. States of earlier versions have neither ``made`` nor what follows it.
+
+    Attributes:
+        epoch: of the next batch.
+        batches: of that epoch, handed out to this rank.
+        seed: of the random states.
+        world_size: data-parallel ranks.
+        dataset: what the user says the data is.
+        made: what made the batches.
+        roots: what each generator was seeded with, by path; None if it is not told.
+        trail: digests of the batches, as `Trail.text` has them; None if they are not told.
+    """
+
+    epoch: int
+    batches: int
+    seed: int
+    world_size: int
+    dataset: str
+    made: Made
+    roots: dict[str, int] | None
+    trail: str | None
+
+    @staticmethod
+    def of(text: object) -> Saved:
+        """Read a state.
+
+        Raises:
+            DataStateError: it is none, or of a newer format.
+        """
+        state = parse(text, _WHAT)
+        batches = read_number(state, "batches", _WHAT)
+        roots = _fields(state, "roots") if "roots" in state else None
+        for path in roots or {}:
+            read_number(roots or {}, path, _WHAT)
+        trail = read_text(state, "trail", _WHAT) if batches and "trail" in state else None
+        if trail is not None:
+            try:
+                Comparison(trail, batches)
+            except ValueError as error:
+                raise DataStateError(_WHAT, f"'trail' is damaged: {error}") from error
+        return Saved(
+            epoch=read_number(state, "epoch", _WHAT),
+            batches=batches,
+            seed=read_number(state, "seed", _WHAT),
+            world_size=read_number(state, "world_size", _WHAT),
+            dataset=read_text(state, "dataset", _WHAT),
+            made={**_fields(state, "made"), **_fields(state, "here")},
+            roots=roots,
+            trail=trail,
+        )
+
+    def samples_per_step(self) -> int | None:
+        """Return how many samples all ranks together took, if it is known."""
+        size = self.made.get("batch_size")
+        return size * self.world_size if type(size) is int else None
+
+    def workers_hint(self, present: Made) -> str:
+        """Return what to say about the number of workers if a replay goes another way."""
+        was, now = self.made.get("workers"), present.get("workers")
+        if was is None or was == now:
+            return ""
+        return (
+            f" (the number of workers was {was}, now it is {now}: random numbers that samples "
+            "draw depend on it)"
+        )
+
+
+def _fields(state: dict[str, Any], key: str) -> dict[str, Any]:
+    fields = state.get(key, {})
+    if not isinstance(fields, dict):
+        raise DataStateError(_WHAT, f"{key!r} must be a mapping, saved was {fields!r:.200}")
+    return fields
+
+
+def check_replayable(loader: Any, sources: Sources) -> None:
+    """Refuse what is known not to yield the same batches when it is iterated anew.
+
+    Raises:
+        TypeError: it, or its sampler, can be iterated once only, or it moves on by itself.
+        ValueError: its workers hand out batches as they are ready.
+    """
+    if isinstance(loader, Iterator):
+        raise TypeError(
+            f"{type(loader).__name__} can be iterated only once: pass what iter() is called on"
+        )
+    for name in ("sampler", "batch_sampler"):
+        sampler = getattr(loader, name, None)
+        if isinstance(sampler, Iterator):
+            raise TypeError(
+                f"{name}={type(sampler).__name__} can be iterated only once, so a second epoch "
+                "would be empty: pass what iter() is called on"
+            )
+    own = [type(loader).__name__] if hasattr(type(loader), "steps_left") else sources.positioned
+    if own:
+        raise TypeError(
+            f"{own[0]} knows its position and goes on by itself; to replay it would "
+            "pass over batches that were not trained. Register it as it is, without "
+            f"{_WHAT}"
+        )
+    if getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", None):
+        raise ValueError(
+            "in_order=False hands batches out as workers get them ready: another order each time. "
+            "Use in_order=True"
+        )
