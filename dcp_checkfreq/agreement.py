@@ -12,6 +12,7 @@ import contextlib
 import datetime
 import functools
 import itertools
+import os
 import pickle
 import sys
 import traceback
@@ -26,7 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq import options
 from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.errors import RankFailed, RankLost, UnsupportedOption
+from dcp_checkfreq.errors import RankFailed, RankLost, SaveFailed, UnsupportedOption
 from dcp_checkfreq.format.torch_private import default_store
 from dcp_checkfreq.leaving import wait_for_all
 from dcp_checkfreq.rollcall import RollCall
@@ -48,9 +49,42 @@ _made = itertools.count()  # of this process; the ranks make theirs in the same 
 
 
 GROUP_IS_GONE = (
-    "the process group was destroyed while ranks were saving. Close the Checkpointer, or leave its "
-    "with block, before destroy_process_group()"
+    "the process group with which the Checkpointer was made was destroyed. Close the Checkpointer, "
+    "or leave its with block, before destroy_process_group(), and make a new one after "
+    "init_process_group()"
 )
+_OF_THE_PARENT = (
+    "a forked child has the connections of its parent's process group, and would take the answers "
+    "of other ranks from it. Fork before init_process_group(), start the child in another way "
+    "(multiprocessing's 'spawn'), or let the parent save"
+)
+
+
+def _world() -> dist.ProcessGroup | None:
+    """Return the process group of this job."""
+    is_there = dist.is_available() and dist.is_initialized()
+    return dist.group.WORLD if is_there else None
+
+
+class _Known:
+    """Knows a process group again. It is not kept alive: that would keep its connections open."""
+
+    def __init__(self, group: dist.ProcessGroup | None) -> None:
+        self._group = None if group is None else weakref.ref(group)
+
+    def is_it(self, group: dist.ProcessGroup | None) -> bool:
+        return group is not None and self._group is not None and self._group() is group
+
+
+_inherited = _Known(None)
+
+
+def _in_child() -> None:
+    global _inherited
+    _inherited = _Known(_world())
+
+
+os.register_at_fork(after_in_child=_in_child)
 
 
 class Agreement:
@@ -66,29 +100,33 @@ class Agreement:
     Raises:
         RankLost: a rank did not take part within the timeout.
         RankFailed: a rank was given a timeout that is none.
+        SaveFailed: this is a forked child, and the process group is its parent's.
     """
 
     def __init__(
         self, *, timeout_s: float = _DEFAULT_TIMEOUT_S, clock: Clock | None = None
     ) -> None:
         self._group: dist.ProcessGroup | None = None
+        world = _world()
+        self._world = _Known(world)
         self._lost: RankLost | None = None
         self._notes: RollCall | None = None
         self.rank, self.world_size = 0, 1
-        if dist.is_available() and dist.is_initialized():
+        if world is not None:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # A clock that is none is refused by whoever was given it, on all ranks together.
         is_clock = clock is not None and hasattr(clock, "monotonic_s")
         self.watchdog = Watchdog(self.rank, clock if clock and is_clock else SystemClock())
-        self.is_alone = True  # there is no process group
+        self.is_alone = world is None
         self.timeout_s, problem = _checked(timeout_s)
         self.watchdog.limit_s = self.timeout_s
+        if world is not None and _inherited.is_it(world):
+            raise SaveFailed(f"process {os.getpid()}", _OF_THE_PARENT)
         # Its thread must not keep alive what a script has dropped without closing it.
         weakref.finalize(self, self.watchdog.close).atexit = False
         self.watchdog.start()
         try:
-            if dist.is_available() and dist.is_initialized():
-                self.is_alone = False
+            if not self.is_alone:
                 self._meet_first()
             key = self.combine(
                 "checking timeout_s", lambda: _raise(problem), lambda _: uuid.uuid4().hex
@@ -120,7 +158,7 @@ class Agreement:
 
     def is_gone(self) -> bool:
         """Whether the process group was destroyed by others, and with it this one."""
-        return self._group is not None and not dist.is_initialized()
+        return self._group is not None and not self._world.is_it(_world())
 
     def doing(self, phase: str, where: str = "") -> contextlib.AbstractContextManager[None]:
         """Say what this rank is at, for a warning if it does not return; see `Watchdog`."""
@@ -364,6 +402,8 @@ class Agreement:
         """Turn a failure of the group into `RankLost`, and see to it that no one waits for us."""
         if self._lost is not None:
             raise self._lost_again()
+        if self.is_gone():
+            raise self._lose(what, where, RuntimeError(GROUP_IS_GONE)) from None
         try:
             if self.is_alone:
                 yield
@@ -405,11 +445,13 @@ class Agreement:
             self._notes.leave(f"while {what}: {text}")
         self._end()
         missing = self._notes.missing() if self._notes is not None and is_of_group else ""
-        self._lost = RankLost(
-            where or f"rank {self.rank}",
-            f"another rank did not answer while {what}; its own log says why "
-            f"({missing + '; ' if missing else ''}{text})",
-        )
+        why = f"while {what}: {text}"
+        if text is not GROUP_IS_GONE:
+            why = (
+                f"another rank did not answer while {what}; its own log says why "
+                f"({missing + '; ' if missing else ''}{text})"
+            )
+        self._lost = RankLost(where or f"rank {self.rank}", why)
         _mark(self._lost)
         return self._lost
 

@@ -13,8 +13,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Literal
 
-import torch
-
 from dcp_checkfreq import options
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.app_state import AppState
@@ -29,9 +27,10 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.gate import Gate, next_step
 from dcp_checkfreq.leaving import close_at_exit
 from dcp_checkfreq.local_copies import LocalCopies
+from dcp_checkfreq.one_call import OneCall, one_at_a_time
 from dcp_checkfreq.outcome import Ended, Measured, report
 from dcp_checkfreq.own_steps import OwnSteps, place_of
-from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, facts_of, tuned_pacer
+from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, facts_of, mode_of, tuned_pacer
 from dcp_checkfreq.planner import CheckFreqSavePlanner
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.retention import Retention
@@ -164,7 +163,7 @@ class Checkpointer:
         self._agree = Agreement(timeout_s=timeout_s, clock=self._clock)
         with self._agree.making("a Checkpointer", self._give_back):
             options.check(options.CHECKPOINTER, locals())
-            mode = _mode_of(snapshot)
+            mode = mode_of(snapshot)
             self._agree.same(
                 {
                     "every": every,
@@ -186,6 +185,7 @@ class Checkpointer:
             check_root_lengths(self._root)
             place = place_of(self._root)  # where others of this process are named
             self._root = noted(self._root, self._agree.watchdog.moved)
+            self._calls = OneCall(self._root.location)
             self._state = AppState(state, self._agree.rank)
             self._run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])
             self._lease = LeaseFile(self._root, self._run_id, self._clock)
@@ -264,7 +264,7 @@ class Checkpointer:
             self.last_saved_step: int | None = None
             self.failures_in_a_row = 0
         self._pid = os.getpid()
-        self._is_closed = close_at_exit(self, Checkpointer.close, place=place)
+        self._is_closed = close_at_exit(self, Checkpointer._close, place=place)
         self._holdings = Holdings(
             self._guard, self._stopping, self._saver, self._lease, self._agree
         )
@@ -282,6 +282,7 @@ class Checkpointer:
 
     # --- restoring ---
 
+    @one_at_a_time
     def restore(
         self, step: int | None = None, *, depth: Depth = "size", fresh_start: bool = False
     ) -> Restored | None:
@@ -305,7 +306,8 @@ class Checkpointer:
         """
         options.check(options.RESTORE, locals())
         self._check_open()
-        self.wait()
+        self._saver.wait()
+        self._finish_in_flight()
         with contextlib.suppress(SnapshotFailed):  # reported with its save
             self._guard.wait()
         with self._agree.region("restoring"):
@@ -323,6 +325,7 @@ class Checkpointer:
 
     # --- training ---
 
+    @one_at_a_time
     def after_step(self, step: int | None = None) -> None:
         """Say that a training step is done; starts a save when one is due.
 
@@ -359,6 +362,7 @@ class Checkpointer:
         finally:
             self._times.left(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
 
+    @one_at_a_time
     def save(self, *, wait: bool = False, check_replicas: bool = False) -> None:
         """Save the state as it is now, as the current step, unless that is published already.
 
@@ -395,6 +399,7 @@ class Checkpointer:
         """
         self._guard.wait()
 
+    @one_at_a_time
     def wait(self) -> None:
         """Wait until the save in flight is published, and report it like `after_step`.
 
@@ -514,14 +519,19 @@ class Checkpointer:
             saved=lambda: self.last_saved_step,
             close=self.close,
         )
+        self._calls.hand_on()
         self._stopping.stop(self.step, job)
 
+    @one_at_a_time
     def close(self) -> None:
         """Wait for the save in flight and give everything back. May be called twice.
 
         Raises:
             SaveFailed: the last save failed: unlike `after_step`, whatever ``on_error`` says.
         """
+        self._close()
+
+    def _close(self) -> None:
         if self._closed:
             return
         self._closed = True
@@ -578,11 +588,3 @@ def _published(own_steps: OwnSteps, pacer: Pacer) -> Callable[[int], None]:
         pacer.store()
 
     return clean_up
-
-
-def _mode_of(snapshot: Snapshots) -> Mode | None:
-    if snapshot == "auto":
-        return None
-    if snapshot == "gpu" and not torch.cuda.is_available():
-        raise ValueError("snapshot='gpu' needs a CUDA device")
-    return Mode(snapshot)

@@ -7,6 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
+import torch
+
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.outcome import Measured
 from dcp_checkfreq.policy import tuner
@@ -343,3 +345,16 @@ def facts_of(
         call_s=0.0 if total_bytes else measured.call_s,
     )
     return Facts(seen, costs, interval.steps)
+
+
+def mode_of(snapshot: str) -> Mode | None:
+    """Return how snapshots are copied; None: as the costs say.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if snapshot == "auto":
+        return None
+    if snapshot == "gpu" and not torch.cuda.is_available():
+        raise ValueError("snapshot='gpu' needs a CUDA device")
+    return Mode(snapshot)

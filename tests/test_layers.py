@@ -56,6 +56,7 @@ LEVELS = {
     "rollcall": 2,
     "watchdog": 2,
     "patience": 2,
+    "one_call": 2,
     "boundary": 3,
     "elastic": 3,
     "agreement": 3,

@@ -111,7 +111,52 @@ def never_comes(folder, how):
     return said | {"told": told.texts, "threads": [one.name for one in threading.enumerate()]}
 
 
+def makes_groups_anew(folder):
+    """Both ranks end their process group in the middle of a run, and begin another one."""
+    ckpt, _ = alone.make(folder, alone.Faults())
+    ckpt.restore()
+    ckpt.after_step()
+    ckpt.wait()
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    dist.destroy_process_group()
+    store = f"file://{folder}-store"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=ranks)
+    said = {
+        "after_step": alone.tried(ckpt.after_step),
+        "again": alone.tried(lambda: (ckpt.after_step(), ckpt.wait())),
+        "restore": alone.tried(ckpt.restore),
+    }
+    told = Told()
+    said |= {"close": alone.tried(ckpt.close), "told": told.texts}
+    with alone.make(folder, alone.Faults())[0] as ckpt:
+        restored = ckpt.restore()
+        ckpt.after_step()
+        ckpt.wait()
+        return said | {"anew": [restored.step, ckpt.last_saved_step]}
+
+
+def forks(folder):
+    """Each rank forks a child, which makes a Checkpointer, too."""
+    inside, outside = os.pipe()
+    child = os.fork()
+    if not child:
+        said = alone.tried(lambda: alone.make(folder, alone.Faults()))
+        os.write(outside, json.dumps(said).encode())
+        os._exit(0)
+    os.close(outside)
+    with open(inside) as pipe:
+        said = {"child": json.loads(pipe.read())}
+    os.waitpid(child, 0)
+    with alone.make(folder, alone.Faults())[0] as ckpt:
+        ckpt.restore()
+        ckpt.after_step()
+        ckpt.wait()
+        return said | {"saved": ckpt.last_saved_step}
+
+
 JOBS = {
+    "makes_groups_anew": (makes_groups_anew, 2),
+    "forks": (forks, 2),
     "never_comes": (never_comes, 3),
     "dies": (dies, 2),
     "is_killed": (is_killed, 3),

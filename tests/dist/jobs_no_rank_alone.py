@@ -353,3 +353,54 @@ def data_that_does_not_fit(shared):
                     ckpt.after_step()
                     ckpt.wait()
     return said
+
+
+class CallsBack(Part):
+    """A part whose methods call the `Checkpointer` that they are asked by."""
+
+    def __init__(self, faults):
+        super().__init__(faults)
+        self.saving = self.loading = None
+
+    def state_dict(self):
+        if self.saving is not None:
+            self.saving()
+        return super().state_dict()
+
+    def load_state_dict(self, state):
+        if self.loading is not None:
+            self.loading()
+        super().load_state_dict(state)
+
+
+@job
+def calls_from_within(shared):
+    """A part calls back on one rank, or on both."""
+    rank, said = dist.get_rank(), {}
+    for odd in ("0", "1", "both"):
+        for inner in ("save", "restore", "after_step", "close"):
+            ckpt, parts = make(shared / f"within-{odd}-{inner}", Faults())
+            part = parts["part"] = CallsBack(Faults())
+            ckpt.close()
+            ckpt = Checkpointer(
+                shared / f"within-{odd}-{inner}",
+                parts,
+                every=1,
+                on_error="raise",
+                max_failures=99,
+                timeout_s=TIMEOUT_S,
+                allow_pickle=True,
+            )
+            with ckpt:
+                ckpt.restore()
+                ckpt.after_step()
+                ckpt.wait()
+                is_it = odd in (str(rank), "both")
+                part.saving = getattr(ckpt, inner) if is_it else None
+                said[f"{odd}|{inner}|saving"] = tried(ckpt.after_step)
+                part.saving, part.loading = None, getattr(ckpt, inner) if is_it else None
+                said[f"{odd}|{inner}|loading"] = tried(ckpt.restore)
+                part.loading = None
+                ckpt.restore()
+                said[f"{odd}|{inner}|worked"] = went_on(ckpt, parts)
+    return said

@@ -17,7 +17,12 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
 SECONDS = 15.0  # a rank that was left alone waits for longer
 OWN = {"interrupt": "KeyboardInterrupt", "system exit": "SystemExit"}
-ASKED_FOR_TOGETHER = ["no_rank_alone", "options_that_differ", "data_that_does_not_fit"]
+ASKED_FOR_TOGETHER = [
+    "no_rank_alone",
+    "options_that_differ",
+    "data_that_does_not_fit",
+    "calls_from_within",
+]
 
 # One death of every call is always tried, the rest of the table with `-m long`.
 DEATHS = [
@@ -27,6 +32,7 @@ DEATHS = [
     ("reading", 0),
     ("restore of a part", 1),
 ]
+GROUPS = ["makes_groups_anew", "forks"]
 NEVER_COMES = ["never_comes|dies", "never_comes|sleeps"]
 MORE_DEATHS = [
     (place, rank) for place in PLACES for rank in ranks_of(place) if (place, rank) not in DEATHS
@@ -110,6 +116,17 @@ def test_data_that_does_not_fit_on_one_rank_stops_all(two):
             assert said["seconds"] < SECONDS
 
 
+@pytest.mark.parametrize("inner", ["save", "restore", "after_step", "close"])
+@pytest.mark.parametrize("odd", ["0", "1", "both"])
+def test_a_call_from_within_another_is_refused_on_all_ranks_at_once(two, odd, inner):
+    for phase, outer in (("saving", "after_step"), ("loading", "restore")):
+        for said in told(two["calls_from_within"], f"{odd}|{inner}|{phase}"):
+            assert f"{inner}() was called from within {outer}()" in said["text"], said
+            assert odd == "both" or f"rank {odd}" in said["text"]
+            assert said["seconds"] < SECONDS
+    assert all(told(two["calls_from_within"], f"{odd}|{inner}|worked"))
+
+
 # --- ranks that do not live on ---
 
 
@@ -132,7 +149,7 @@ def assert_lost(said, rank, logs):
 @pytest.fixture(scope="module")
 def some_deaths(tmp_path_factory):
     jobs = [f"dies|{place}|{rank}" for place, rank in DEATHS]
-    return deaths(tmp_path_factory.mktemp("deaths"), *jobs, "is_killed", "leaves", "hangs", *NEVER_COMES)
+    return deaths(tmp_path_factory.mktemp("deaths"), *jobs, "is_killed", "leaves", "hangs", *NEVER_COMES, *GROUPS)
 
 
 @pytest.mark.parametrize(("place", "rank"), DEATHS)
@@ -202,3 +219,27 @@ def test_a_rank_that_never_makes_its_checkpointer_is_told_and_named_after_the_ti
         wait = f"rank {rank} has been waiting for the other ranks while making a process group for "
         assert sum(text.startswith(wait) for text in other["told"]) >= 3
         assert not [name for name in other["threads"] if name == "checkfreq-watch"]
+
+
+def test_a_checkpointer_whose_groups_were_made_anew_says_what_to_do(some_deaths):
+    said, logs = some_deaths
+    for rank in said["makes_groups_anew"]:
+        assert rank is not None, logs
+        for call in ("after_step", "again", "restore"):
+            assert rank[call]["kind"] == "RankLost", rank[call]
+            assert "make a new one after init_process_group()" in rank[call]["text"]
+            assert rank[call]["seconds"] < SECONDS
+        assert rank["close"]["kind"] is None, "closing is quiet"
+        assert rank["close"]["seconds"] < SECONDS
+        assert rank["told"] == []
+        assert rank["anew"] == [1, 2]
+
+
+def test_a_forked_child_of_a_rank_is_refused_and_harms_nothing(some_deaths):
+    said, logs = some_deaths
+    for rank in said["forks"]:
+        assert rank is not None, logs
+        assert rank["child"]["kind"] == "SaveFailed"
+        assert "a forked child has the connections of its parent" in rank["child"]["text"]
+        assert rank["child"]["seconds"] < SECONDS
+        assert rank["saved"] == 1
