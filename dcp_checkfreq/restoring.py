@@ -11,8 +11,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.state_dict_loader import load as dcp_load
-
 from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.clock import Clock
@@ -25,6 +23,7 @@ from dcp_checkfreq.errors import (
     SaveFailed,
 )
 from dcp_checkfreq.format import metadata as metadata_format
+from dcp_checkfreq.format.torch_private import dcp_load
 from dcp_checkfreq.local_copies import LocalCopies
 from dcp_checkfreq.patience import Asking
 from dcp_checkfreq.planner import CheckFreqLoadPlanner

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict_saver import save as dcp_save
 
 from dcp_checkfreq.agreement import GROUP_IS_GONE, Agreement, is_agreed
 from dcp_checkfreq.clock import Clock
@@ -29,6 +28,7 @@ from dcp_checkfreq.errors import (
     SaveFailed,
     SnapshotFailed,
 )
+from dcp_checkfreq.format.torch_private import dcp_save
 from dcp_checkfreq.gate import Gate
 from dcp_checkfreq.leaving import lost, watch
 from dcp_checkfreq.outcome import Ended, Measured, is_certain, outcome_of, report

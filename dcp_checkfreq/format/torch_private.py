@@ -8,6 +8,9 @@
 | `serialization._get_layout` | how torch pickles `torch.strided` |
 | `distributed_c10d._get_default_store` | there is no public way to the store of all ranks |
 | `DataLoader._iterator` | persistent workers can't be ended in any other way than with the loader |
+| `state_dict_saver._save_state_dict`, `state_dict_loader._load_state_dict` | `save` and \
+`load` warn in every job of one process, which is an error under `python -W error`; and no warning \
+can be silenced for one thread only |
 | `Tensor._version` | the only sign that a tensor was changed in place while it was being copied |
 
 `tests/format/test_torch_private.py` notices when one of them goes.
@@ -18,6 +21,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
@@ -27,13 +31,17 @@ from torch.serialization import _get_layout as get_layout
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from torch._C._distributed_c10d import Store
+    from torch._C._distributed_c10d import ProcessGroup, Store
+    from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
+    from torch.distributed.checkpoint.storage import StorageReader, StorageWriter
     from torch.utils.data import DataLoader
 
 __all__ = [
     "MemoryFormat",
     "StorageInfo",
     "StoragePrefix",
+    "dcp_load",
+    "dcp_save",
     "default_store",
     "end_workers",
     "get_default_store",
@@ -58,6 +66,50 @@ def default_store() -> Store:
 def end_workers(loader: DataLoader[Any]) -> None:
     """Let a loader with persistent workers begin its next epoch with new ones."""
     loader._iterator = None
+
+
+def dcp_save(
+    state: dict[str, Any],
+    *,
+    storage_writer: StorageWriter,
+    planner: SavePlanner,
+    process_group: ProcessGroup | None,
+    no_dist: bool,
+) -> None:
+    """Call `dcp.save`, which with ``no_dist`` does not warn."""
+    quiet = getattr(state_dict_saver, "_save_state_dict", None)
+    if no_dist and quiet is not None:
+        quiet(state_dict=state, storage_writer=storage_writer, planner=planner, no_dist=True)
+        return
+    state_dict_saver.save(
+        state,
+        storage_writer=storage_writer,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
+
+
+def dcp_load(
+    state: dict[str, Any],
+    *,
+    storage_reader: StorageReader,
+    planner: LoadPlanner,
+    process_group: ProcessGroup | None,
+    no_dist: bool,
+) -> None:
+    """Do the same with `dcp.load`. No value of ``state`` is `Stateful`."""
+    quiet = getattr(state_dict_loader, "_load_state_dict", None)
+    if no_dist and quiet is not None:
+        quiet(state_dict=state, storage_reader=storage_reader, planner=planner, no_dist=True)
+        return
+    state_dict_loader.load(
+        state,
+        storage_reader=storage_reader,
+        planner=planner,
+        process_group=process_group,
+        no_dist=no_dist,
+    )
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:

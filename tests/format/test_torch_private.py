@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 import torch.distributed.tensor
+from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
 
 from dcp_checkfreq.format import torch_private
 
@@ -36,6 +37,52 @@ def test_workers_that_persist_are_new_ones_after_they_were_ended():
 
 def _greet(worker):
     pass
+
+
+@pytest.fixture(params=[False, True], ids=["private", "public"])
+def gone(request, monkeypatch):
+    """Tell whether this torch has the functions behind `save` and `load` no more."""
+    if request.param:
+        monkeypatch.delattr(state_dict_saver, "_save_state_dict")
+        monkeypatch.delattr(state_dict_loader, "_load_state_dict")
+    return request.param
+
+
+def test_saving_and_loading_alone_warn_only_if_torch_has_no_way_round_it(
+    tmp_path, gone, monkeypatch
+):
+    if gone:  # the public ones call what was taken away
+        called = []
+        monkeypatch.setattr(state_dict_saver, "save", lambda *_, **named: called.append(named))
+        monkeypatch.setattr(state_dict_loader, "load", lambda *_, **named: called.append(named))
+    state = {"a": torch.arange(3), "b": [1, {"c": 2}]}
+    alone = {"process_group": None, "no_dist": True}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        torch_private.dcp_save(
+            state,
+            storage_writer=dcp.FileSystemWriter(tmp_path),
+            planner=dcp.DefaultSavePlanner(),
+            **alone,
+        )
+        loaded = {"a": torch.zeros(3, dtype=torch.int64), "b": [0, {"c": 0}]}
+        torch_private.dcp_load(
+            loaded,
+            storage_reader=dcp.FileSystemReader(tmp_path),
+            planner=dcp.DefaultLoadPlanner(),
+            **alone,
+        )
+    if gone:
+        assert [named["no_dist"] for named in called] == [True, True]
+        return
+    assert loaded["a"].tolist() == [0, 1, 2]
+    assert loaded["b"] == [1, {"c": 2}]
+
+
+def test_the_public_ones_warn_still(tmp_path):
+    """When they do no more, the private ones are needed no more."""
+    with pytest.warns(UserWarning, match="single process"):
+        dcp.save({"a": 1}, storage_writer=dcp.FileSystemWriter(tmp_path), no_dist=True)
 
 
 def test_storage_info_has_the_fields_that_are_used():
@@ -65,6 +112,7 @@ def test_the_default_store_is_the_groups_own_through_another_connection(group_of
     assert theirs.get("ours") == b"1"
     assert not ours.check(["theirs"])
     theirs.set("theirs", "2")
+    assert theirs.check(["theirs"])  # nobody answers a `set`: it may be under way before this
     assert ours.check(["ours", "theirs"])
 
 
