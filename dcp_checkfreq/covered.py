@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from dcp_checkfreq.errors import BrokenMetadata, StateMismatch
 from dcp_checkfreq.shards.codec import is_sharded_tensor
 from dcp_checkfreq.shards.coverage import TooTangled, uncovered
+from dcp_checkfreq.shards.self_described import describes_itself, parts_of
 
 
 def check_covered(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, where: str) -> None:
@@ -61,7 +62,7 @@ def check_covered(plan: LoadPlan, planner: LoadPlanner, metadata: Metadata, wher
             )
     state = getattr(planner, "state_dict", None)
     for key, value in state.items() if isinstance(state, Mapping) else ():
-        if key not in planned and isinstance(value, torch.Tensor) and _elements_here(value):
+        if key not in planned and isinstance(value, torch.Tensor) and _elements_here(key, value):
             _check_saved(key, saved.get(key), where)
 
 
@@ -100,10 +101,12 @@ def _resolves(planner: Any) -> object:
     return getattr(method, "__func__", method)
 
 
-def _elements_here(value: torch.Tensor) -> int:
+def _elements_here(key: str, value: torch.Tensor) -> int:
     if isinstance(value, DTensor):
         return value.to_local().numel()
     if is_sharded_tensor(value):
         shards: Any = value
         return sum(shard.tensor.numel() for shard in shards.local_shards())
+    if describes_itself(value):
+        return sum(part.tensor.numel() for part in parts_of(key, value))
     return value.numel()

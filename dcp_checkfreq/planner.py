@@ -52,6 +52,7 @@ from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.shards.assign import share_out
 from dcp_checkfreq.shards.codec import bytes_of, check_storable, dense, is_sharded_tensor
 from dcp_checkfreq.shards.nesting import naming
+from dcp_checkfreq.shards.self_described import describes_itself, parts_of, size_in_checkpoint
 from dcp_checkfreq.snapshot.survey import Structure, describe
 
 
@@ -245,15 +246,16 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
     def lookup_object(self, index: MetadataIndex) -> Any:
         """Return the tensor or value that a write item stands for."""
         value = self.state_dict[index.fqn]
+        if type(value) is not torch.Tensor or describes_itself(value):
+            value = super().lookup_object(index)
+        # A plain tensor is in one piece; DCP's look-up comes to the same, in ten times the time.
         if self._is_partial and isinstance(value, torch.Tensor) and value.is_meta:
             raise PlanCacheStale(
                 self._where,
                 f"{index.fqn!r} is this rank's to write by a new plan, and was not copied. "
                 "The next save copies everything and plans anew",
             )
-        if type(value) is torch.Tensor:
-            return value  # in one piece; DCP's look-up comes to the same, in ten times the time
-        return super().lookup_object(index)
+        return value
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Return the bytes of a byte item, which were made for the plan, or the tensor."""
@@ -301,7 +303,12 @@ def _tensor_digests(state_dict: Mapping[str, Any]) -> dict[str, int]:
             if any(isinstance(placement, Shard) for placement in value.placements):
                 continue
             value = value.to_local()
-        if isinstance(value, torch.Tensor) and not is_sharded_tensor(value):
+        if isinstance(value, torch.Tensor) and describes_itself(value):
+            for item, _, shard in parts_of(key, value):  # several ranks may have the same part
+                check_storable(shard, key)
+                name = f"{key} at {list(item.index.offset or ())}"
+                digests[name] = digest(bytes_of(dense(shard)))
+        elif isinstance(value, torch.Tensor) and not is_sharded_tensor(value):
             check_storable(value, key)
             digests[key] = digest(bytes_of(dense(value)))
     return digests
@@ -356,11 +363,11 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
         assert self.metadata is not None
         saved = self.metadata.state_dict_metadata
         differing = [
-            f"{key}: saved {list(kept.size)}, wanted {list(value.shape)}"
+            f"{key}: saved {list(kept.size)}, wanted {list(size_in_checkpoint(value))}"
             for key, value in self.state_dict.items()
             if isinstance(value, torch.Tensor)
             and isinstance(kept := saved.get(key), TensorStorageMetadata)
-            and kept.size != value.shape
+            and kept.size != size_in_checkpoint(value)
         ]
         if differing:
             raise StateMismatch(self._where, f"shapes differ: {_listed(differing)}")
@@ -386,6 +393,7 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
             kept = self.metadata.state_dict_metadata.get(key)
             if (
                 type(value) in (torch.Tensor, torch.nn.Parameter)
+                and not describes_itself(value)
                 and isinstance(kept, TensorStorageMetadata)
                 and len(kept.chunks) == 1
                 and kept.chunks[0].sizes == kept.size

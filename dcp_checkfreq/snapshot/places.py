@@ -13,6 +13,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.shards.assign import next_place
+from dcp_checkfreq.shards.self_described import describes_itself, stand_in
 from dcp_checkfreq.snapshot.guard import Address
 from dcp_checkfreq.snapshot.lanes import Lane
 from dcp_checkfreq.snapshot.pool import Lease
@@ -125,12 +126,18 @@ class Kept:
             if target is None:
                 target = torch.empty(piece.shape, dtype=piece.dtype, device="meta")
             stands.append(target)
-        for leaf, number in enumerate(plan.inventory.piece_of):
-            if number is None:
+        inventory = plan.inventory
+        for leaf, numbers in enumerate(inventory.pieces_of):
+            if numbers is None:
                 continue
-            value, local = values[leaf], stands[number]
-            # Not `from_local`: it would move the shard to the device of the mesh.
-            self.tensors[leaf] = _with_local(value, local) if isinstance(value, DTensor) else local
+            value, copies = values[leaf], [stands[number] for number in numbers]
+            if isinstance(value, DTensor):
+                # Not `from_local`: it would move the shard to the device of the mesh.
+                self.tensors[leaf] = _with_local(value, *copies)
+            elif isinstance(value, torch.Tensor) and describes_itself(value):
+                self.tensors[leaf] = stand_in(inventory.paths[leaf], value, copies)
+            else:
+                (self.tensors[leaf],) = copies
 
     def forget(self) -> None:
         """Let go of all tensors, as some of the memory is to go."""

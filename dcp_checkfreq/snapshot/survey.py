@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from dcp_checkfreq.errors import UnsupportedState
 from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, memory_of
 from dcp_checkfreq.shards.nesting import naming
+from dcp_checkfreq.shards.self_described import describes_itself, description_of, memory_parts
 from dcp_checkfreq.snapshot.guard import Address, address_of
 
 Structure = list[tuple[object, ...]]
@@ -27,6 +28,8 @@ def describe(key: str, value: object) -> tuple[object, ...]:
     if isinstance(value, DTensor):
         return key, value.dtype, value.shape, value.placements, value.device_mesh
     if isinstance(value, torch.Tensor):
+        if describes_itself(value):
+            return key, value.dtype, value.shape, description_of(key, value)
         # ShardedTensor has no cheap description of its shards; its metadata object is one.
         shards = value.metadata() if is_sharded_tensor(value) else None  # type: ignore[attr-defined]
         return key, value.dtype, value.shape, shards
@@ -55,43 +58,46 @@ class Inventory:
     Attributes:
         structure: every leaf of the state. While it is unchanged, a plan made before still fits.
         pieces: of memory, in the order they were found.
-        piece_of: number of the piece for every leaf, None for what is no tensor.
-        first_leaf: number of the leaf where each piece was found first.
+        paths: of the leaves, as DCP's flat keys.
+        pieces_of: numbers of the pieces of every leaf, None for what is no tensor. It is one but
+            for tensors that consist of several shards.
+        first: where each piece was found first: number of the leaf, and which of its pieces it is.
         state_bytes: of all pieces.
     """
 
     def __init__(self, look: _Look) -> None:
-        self._paths, self._marks = look.paths, look.marks
+        self.paths, self._marks = look.paths, look.marks
         self.structure: Structure = []
-        self.piece_of: list[int | None] = []
-        self.first_leaf: list[int] = []
+        self.pieces_of: list[tuple[int, ...] | None] = []
+        self.first: list[tuple[int, int]] = []
         numbers: dict[object, int] = {}
         paths: list[list[str]] = []
         for leaf, (path, value) in enumerate(zip(look.paths, look.values, strict=True)):
             self.structure.append(describe(path, value))
             if not isinstance(value, torch.Tensor):
-                self.piece_of.append(None)
+                self.pieces_of.append(None)
                 continue
-            local = look.local(leaf)
-            _check(value, local, path)
-            # Those without elements have no memory, so that others would seem to be the same.
-            memory = memory_of(local) if local.nbytes else path
-            number = numbers.setdefault(memory, len(numbers))
-            if number == len(self.first_leaf):
-                self.first_leaf.append(leaf)
-                paths.append([])
-            paths[number].append(path)
-            self.piece_of.append(number)
-        locals_ = map(look.local, self.first_leaf)
+            of_leaf = []
+            for part, local in enumerate(look.locals_of(leaf)):
+                _check(value, local, path)
+                # Those without elements have no memory: others would seem to be the same.
+                memory = memory_of(local) if local.nbytes else (path, part)
+                number = numbers.setdefault(memory, len(numbers))
+                if number == len(self.first):
+                    self.first.append((leaf, part))
+                    paths.append([])
+                paths[number].append(path)
+                of_leaf.append(number)
+            self.pieces_of.append(tuple(of_leaf))
         self.pieces = [
             Piece(tuple(found), address_of(local), local.dtype, local.shape, local.device)
-            for found, local in zip(paths, locals_, strict=True)
+            for found, local in zip(paths, look.locals(self.first), strict=True)
         ]
         self.state_bytes = sum(piece.size_bytes for piece in self.pieces)
 
     def is_of(self, look: _Look) -> bool:
         """Tell whether another look has found the same."""
-        return self._marks == look.marks and self._paths == look.paths
+        return self._marks == look.marks and self.paths == look.paths
 
 
 class _Look:
@@ -101,16 +107,17 @@ class _Look:
         self.paths: list[str] = []
         self.values: list[object] = []
         self.marks: list[_Mark | None] = []  # of a tensor: all of it that matters but its data
-        self._shards: dict[int, torch.Tensor] = {}
+        self._shards: dict[int, Sequence[torch.Tensor]] = {}  # of leaves that are not plain
         self.tree = {key: self._visit(value, str(key)) for key, value in state.items()}
 
     def _visit(self, value: object, path: str) -> Any:
         """Look where DCP looks: into mappings and lists. What else there is becomes a byte item."""
         if isinstance(value, torch.Tensor):
             try:
-                self.marks.append(self._mark(value))
+                self.marks.append(self._mark(value, path))
             except RuntimeError:  # sparse, say
-                _check(value, self._shards.get(len(self.values), value), path)
+                for local in self._shards.get(len(self.values), (value,)):
+                    _check(value, local, path)
                 raise
         elif isinstance(value, Mapping):
             return {key: self._visit(inner, f"{path}.{key}") for key, inner in value.items()}
@@ -122,18 +129,26 @@ class _Look:
         self.values.append(value)
         return len(self.values) - 1
 
-    def _mark(self, tensor: torch.Tensor) -> _Mark:
+    def _mark(self, tensor: torch.Tensor, path: str) -> _Mark:
         if isinstance(tensor, DTensor):
-            shard = self._shards[len(self.values)] = tensor.to_local()
+            shard = tensor.to_local()
+            self._shards[len(self.values)] = (shard,)
             layout = (tensor.shape, tensor.stride(), tensor.placements, tensor.device_mesh)
             return type(tensor), type(shard), layout, *memory_of(shard)
+        if describes_itself(tensor):
+            parts = self._shards[len(self.values)] = memory_parts(path, tensor)
+            return type(tensor), *describe(path, tensor), *map(memory_of, parts)
         return type(tensor), *memory_of(tensor)
 
-    def local(self, leaf: int) -> torch.Tensor:
-        """Return this rank's part of a tensor."""
-        value = self._shards.get(leaf, self.values[leaf])
+    def locals_of(self, leaf: int) -> Sequence[torch.Tensor]:
+        """Return this rank's part of a tensor, or all its parts."""
+        value = self.values[leaf]
         assert isinstance(value, torch.Tensor)
-        return value
+        return self._shards.get(leaf, (value,))
+
+    def locals(self, places: Sequence[tuple[int, int]]) -> list[torch.Tensor]:
+        """Return the parts at these numbers of leaf and part."""
+        return [self.locals_of(leaf)[part] for leaf, part in places]
 
 
 def _check(tensor: torch.Tensor, local: torch.Tensor, path: str) -> None:
@@ -175,10 +190,12 @@ class Survey:
         self.tree: dict[str, Any] = look.tree
         self.paths, self.values = look.paths, look.values
         self.locals: list[torch.Tensor] = [
-            look.local(leaf).detach() for leaf in self.inventory.first_leaf
+            local.detach() for local in look.locals(self.inventory.first)
         ]
 
-    def whole(self, number: int) -> DTensor | None:
-        """Return the DTensor that a piece is the shard of, if it is one."""
-        value = self.values[self.inventory.first_leaf[number]]
-        return value if isinstance(value, DTensor) else None
+    def whole(self, number: int) -> torch.Tensor | None:
+        """Return the tensor that a piece is a shard of, if it is one."""
+        value = self.values[self.inventory.first[number][0]]
+        if not isinstance(value, torch.Tensor):
+            return None
+        return value if isinstance(value, DTensor) or describes_itself(value) else None

@@ -11,6 +11,7 @@ from pathlib import Path
 import jobs_agreement
 import jobs_no_rank_alone
 import jobs_saving
+import jobs_self_described
 import jobs_sharding
 import jobs_sharing
 import jobs_staged
@@ -24,6 +25,7 @@ MODULES = (
     jobs_agreement,
     jobs_no_rank_alone,
     jobs_saving,
+    jobs_self_described,
     jobs_sharding,
     jobs_sharing,
     jobs_staged,
