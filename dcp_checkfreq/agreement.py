@@ -45,6 +45,7 @@ _Message = tuple[str, bytes, "Told | None"]
 # What rank 0 answers: the result as a pickle, or an error; whether all ranks had the same one.
 _Answer = tuple[bytes, "Told | None", bool]
 _NOTHING = pickle.dumps(None)
+_HERALDS = "checkfreq"  # the name of their backend
 _made = itertools.count()  # of this process; the ranks make theirs in the same order
 
 
@@ -107,6 +108,7 @@ class Agreement:
         self, *, timeout_s: float = _DEFAULT_TIMEOUT_S, clock: Clock | None = None
     ) -> None:
         self._group: dist.ProcessGroup | None = None
+        self._herald: dist.ProcessGroup | None = None
         world = _world()
         self._world = _Known(world)
         self._lost: RankLost | None = None
@@ -145,7 +147,10 @@ class Agreement:
             self._group = dist.new_group(
                 backend="gloo", timeout=datetime.timedelta(seconds=self.timeout_s)
             )
-        _finish_before_groups_go()
+            _register_heralds()
+            self._herald = dist.new_group(
+                backend=_HERALDS, timeout=datetime.timedelta(seconds=self.timeout_s)
+            )
 
     def _leave_notes_under(self, key: str) -> None:
         self._notes = RollCall(default_store(), f"checkfreq/{key}", self.rank, self.world_size)
@@ -456,10 +461,14 @@ class Agreement:
         return self._lost
 
     def _end(self) -> None:
-        group, self._group = self._group, None
-        if group is not None and dist.is_initialized():
-            with contextlib.suppress(ValueError, RuntimeError):  # destroyed with the default group
-                dist.destroy_process_group(group)
+        groups = self._group, self._herald
+        self._group = self._herald = None
+        if groups[1] is not None:
+            groups[1].is_armed = False  # type: ignore[attr-defined]
+        for group in groups:
+            if group is not None and dist.is_initialized():
+                with contextlib.suppress(ValueError, RuntimeError):  # gone with the default group
+                    dist.destroy_process_group(group)
 
     def close(self) -> None:
         """Give up the group. May be called twice."""
@@ -536,17 +545,24 @@ def _raise_agreed(error: BaseException, cause: BaseException | None) -> NoReturn
 
 
 @functools.cache
-def _finish_before_groups_go() -> None:
-    """Let `destroy_process_group` wait for what is under way: without groups it would be lost.
+def _register_heralds() -> None:
+    """Make known to torch a kind of group that carries nothing, and hears of its end.
 
-    Scripts end with that call, torch tells nobody of it, and a save needs its group to the end.
+    `destroy_process_group` calls `shutdown` of all groups before it takes anything apart. Scripts
+    end with that call, torch tells nobody of it, and a save needs its group to the end.
     """
-    original = dist.destroy_process_group
 
-    @functools.wraps(original)
-    def destroy_process_group(group: dist.ProcessGroup | None = None) -> None:
-        if group is None or group == dist.group.WORLD:
-            wait_for_all()
-        original(group)
+    class Herald(dist.ProcessGroup):  # here, as there are builds of torch without any groups
+        is_armed = True
 
-    dist.destroy_process_group = destroy_process_group
+        def getBackendName(self) -> str:
+            return _HERALDS
+
+        def shutdown(self) -> None:
+            if self.is_armed:
+                wait_for_all()
+
+    def make(_store: object, rank: int, world_size: int, _timeout: object) -> Herald:
+        return Herald(rank, world_size)  # type: ignore[call-arg]  # not in the stubs
+
+    dist.Backend.register_backend(_HERALDS, make, devices=["cpu"])

@@ -10,6 +10,7 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 HEAD = """
 import logging, os, signal, sys, threading, time
 import torch, torch.distributed as dist
+from torch.distributed import destroy_process_group as destroy
 from dcp_checkfreq import Checkpointer
 from dcp_checkfreq.storage.local import LocalTier
 from dcp_checkfreq.testing import ForwardingTier
@@ -55,6 +56,7 @@ at_work.wait()
 SCRIPTS = {
     "last line": "ending.set()",
     "destroyed": "ending.set()\ndist.destroy_process_group()",
+    "destroyed by what was imported before": "ending.set()\ndestroy()",
     "one leaves": """
 ending.set()
 if rank == 1:
@@ -74,7 +76,9 @@ def ended(tmp_path_factory):
     return {name: (said[name][1], newest[name]) for name in SCRIPTS}
 
 
-@pytest.mark.parametrize("way", ["last line", "destroyed"])
+@pytest.mark.parametrize(
+    "way", ["last line", "destroyed", "destroyed by what was imported before"]
+)
 def test_ranks_that_end_together_finish_the_save_in_flight(ended, way):
     said, newest = ended[way]
     assert "codes [0, 0]" in said, said
