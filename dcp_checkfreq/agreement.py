@@ -31,7 +31,7 @@ from dcp_checkfreq.errors import RankFailed, RankLost, SaveFailed, UnsupportedOp
 from dcp_checkfreq.format.torch_private import default_store
 from dcp_checkfreq.leaving import wait_for_all
 from dcp_checkfreq.rollcall import RollCall
-from dcp_checkfreq.told import Told, Wrap, tell, text_of
+from dcp_checkfreq.told import Told, Wrap, as_ours, tell, text_of
 from dcp_checkfreq.watchdog import Watchdog
 
 T = TypeVar("T")
@@ -346,7 +346,8 @@ class Agreement:
             # Every rank has the errors of all from DCP, its own as a copy.
             rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
             if self.is_alone:
-                raise cause from error
+                ours = cause if wrap is None else as_ours(cause, wrap)
+                raise ours from error if ours is cause else cause
             told = {
                 number: tell(one, number, what, wrap, named=False).rebuilt()
                 for number, (one, _) in error.failures.items()

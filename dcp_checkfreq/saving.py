@@ -40,7 +40,7 @@ from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
 from dcp_checkfreq.snapshot.survey import Piece, Structure, Survey
 from dcp_checkfreq.switching import quick_switching
-from dcp_checkfreq.told import Told, tell, text_of
+from dcp_checkfreq.told import Told, as_ours, tell, text_of
 from dcp_checkfreq.uploading import upload_and_publish
 from dcp_checkfreq.writer import CheckFreqWriter
 
@@ -309,7 +309,10 @@ class Saver:
         found: list[tuple[CheckFreqWriter, Survey, frozenset[str] | None]] = []
 
         def look() -> _Ready:
-            writer = open_writer()
+            try:
+                writer = open_writer()
+            except OSError as error:
+                raise _save_failed(step)(text_of(error)) from error
             writer.watchdog = self._agree.watchdog
             survey = writer.survey(capture())
             structure = survey.inventory.structure
@@ -443,7 +446,7 @@ class Saver:
         try:
             self._meet(job, error)
         except BaseException as failed:  # noqa: BLE001
-            job.ended = Ended(job.step, 0, error or failed, None)
+            job.ended = Ended(job.step, 0, as_ours(error or failed, _save_failed(job.step)), None)
 
     def _begin_cleaning(self, step: int) -> None:
         self._cleaning = self._crew.start(functools.partial(self._clean_up, step))
@@ -561,6 +564,8 @@ class Saver:
             heard = own_errors[0] if own_errors else None
             if heard is None or not (self._agree.is_alone or is_agreed(heard)):
                 heard = told.rebuilt()
+                heard.__cause__ = own_errors[0] if own_errors else None
+            heard = as_ours(heard, _save_failed(job.step))
         passed = self._gate.hold()
         try:
             at = self._agree.consult(passed, max) + 1

@@ -57,6 +57,18 @@ def tell(
     return Told(rank, type(ours).__name__, fields)
 
 
+def as_ours(error: BaseException, wrap: Wrap) -> BaseException:
+    """Return what a caller gets to see of an error: one of this package, or an interrupt.
+
+    Any other one becomes the ``__cause__`` of what ``wrap`` makes of its text.
+    """
+    if isinstance(error, CheckFreqError) or not isinstance(error, Exception):
+        return error
+    ours = wrap(text_of(error))
+    ours.__cause__ = error
+    return ours
+
+
 def text_of(error: BaseException) -> str:
     """Return class, text and notes of an error, whatever its own methods do."""
     try:

@@ -1,6 +1,7 @@
 """Issue 10: what fails on the way from a save's error to its end, after `close`, or has no text."""
 
 import logging
+import re
 import signal
 import threading
 import time
@@ -141,7 +142,7 @@ def test_what_fails_when_a_save_lets_go_is_its_outcome_and_the_next_one_works(
     with Checkpointer(root, counter(), every=1) as ckpt:
         ckpt.after_step()
         ckpt.wait()
-        assert ckpt.history[-1].error == "MemoryError"
+        assert ckpt.history[-1].error.endswith("MemoryError")
         ckpt.after_step()
         ckpt.wait()
         assert ckpt.last_saved_step == 2
@@ -222,9 +223,9 @@ def test_a_failed_save_never_has_an_empty_text(caplog, error):
         ckpt.wait()
         kind = type(error).__name__
         assert kind in ckpt.history[-1].error
-        assert f"step 1 was not saved: {kind}" in caplog.text
+        assert re.search(f"step 1 was not saved: .*{kind}", caplog.text)
         ckpt.save()
-        with pytest.raises(TooManyFailures, match=f"last error: {kind}"):
+        with pytest.raises(TooManyFailures, match=f"last error: .*{kind}"):
             ckpt.wait()
         tier.error = None
         ckpt.save(wait=True)
@@ -242,13 +243,40 @@ def test_with_lets_the_users_own_error_out(caplog, error):
 
     with pytest.raises(ZeroDivisionError):
         job()
-    assert f"while leaving because of another error: {type(error).__name__}" in caplog.text
+    assert re.search(f"because of another error: .*{type(error).__name__}", caplog.text)
 
 
 def test_with_raises_the_error_of_the_last_save_if_there_is_no_other():
     tier = Breaking(MemoryTier())
     tier.error = MemoryError()
-    with pytest.raises(MemoryError), Checkpointer(tier, counter(), every=1) as ckpt:
+    with (
+        pytest.raises(SaveFailed, match="MemoryError") as raised,
+        Checkpointer(tier, counter(), every=1) as ckpt,
+    ):
+        ckpt.after_step()
+    assert raised.value.__cause__ is tier.error
+
+
+def test_what_the_storage_raises_comes_out_as_an_error_of_this_package():
+    tier = Breaking(MemoryTier())
+    ckpt = Checkpointer(tier, counter(), every=1, on_error="raise")
+    for call in (ckpt.wait, lambda: ckpt.save(wait=True), ckpt.after_step, ckpt.close):
+        tier.error = Odd()
+        ckpt.save()
+        with pytest.raises(SaveFailed, match="Odd") as raised:
+            call()
+        assert raised.value.__cause__ is tier.error
+
+
+def test_what_the_users_own_state_raises_comes_out_as_it_is():
+    class Part:
+        def state_dict(self):
+            raise Odd
+
+        def load_state_dict(self, state):
+            pass
+
+    with Checkpointer(MemoryTier(), {"p": Part()}, every=1) as ckpt, pytest.raises(Odd):
         ckpt.after_step()
 
 
