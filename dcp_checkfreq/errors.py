@@ -228,10 +228,17 @@ class PublishUnknown(SaveFailed):
 class RankLost(SaveFailed):
     """Another rank did not answer within the timeout. The ranks cannot agree on saves any more.
 
-    Earlier checkpoints are untouched. Raised whatever ``on_error`` says: restart the job.
+    Earlier checkpoints are untouched. A save that was in flight may have been published or not.
+    Raised whatever ``on_error`` says: restart the job.
     """
 
     exit_code = 28
+
+    def __str__(self) -> str:
+        return (
+            f"{self.where}: {self.why}. Whole checkpoints are untouched; "
+            "the next start finds a save that was in flight if it was published"
+        )
 
 
 class LeftBehind(SaveFailed):

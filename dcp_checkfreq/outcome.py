@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_checkfreq.errors import PublishUnknown
+from dcp_checkfreq.errors import PublishUnknown, RankLost
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.tuner import Decision
 from dcp_checkfreq.told import text_of
@@ -48,6 +48,12 @@ class Ended:
     at: int  # the first step at which all ranks act on it
     error: BaseException | None
     decision: Decision | None
+
+
+def fate(error: BaseException) -> str:
+    """Say what became of a save that has ended like this."""
+    is_open = isinstance(error, PublishUnknown | RankLost)
+    return "may have been saved or not" if is_open else "was not saved"
 
 
 def outcome_of(*parts: Callable[[], object]) -> BaseException | None:

@@ -31,7 +31,7 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.format.torch_private import dcp_save
 from dcp_checkfreq.gate import Gate
 from dcp_checkfreq.leaving import lost, watch
-from dcp_checkfreq.outcome import Ended, Measured, is_certain, outcome_of, report
+from dcp_checkfreq.outcome import Ended, Measured, fate, is_certain, outcome_of, report
 from dcp_checkfreq.patience import give_up_if_stuck, wait_for
 from dcp_checkfreq.planner import CheckFreqSavePlanner, FailingSavePlanner
 from dcp_checkfreq.policy.interval import Mode
@@ -442,7 +442,7 @@ class Saver:
         if error is not None:
             job.measured.failed = True
             # Now, not only when the loop comes to ask: it may never come.
-            report(_log.error, "step %d was not saved: %s", job.step, text_of(error))
+            report(_log.error, "step %d %s: %s", job.step, fate(error), text_of(error))
         try:
             self._meet(job, error)
         except BaseException as failed:  # noqa: BLE001

@@ -330,12 +330,13 @@ def test_the_folders_of_saves_that_failed_are_gone_after_the_next_one(tmp_path, 
     assert folders == ["step_00000001", "step_00000005", "step_00000006"]
 
 
-def test_a_lost_answer_of_the_commit_deletes_nothing_and_the_step_is_there(root):
+def test_a_lost_answer_of_the_commit_deletes_nothing_and_the_step_is_there(root, caplog):
     tier = FaultyTier(root, [Fault(verb="create", error=errno.EIO, lost_answer=True)])
     with Checkpointer(tier, counter(4), every=1) as ckpt:
         ckpt.after_step()
         ckpt.wait()
     assert find_latest_valid(root, depth="digest").step == 1
+    assert "step 1 may have been saved or not: PublishUnknown" in caplog.text
 
 
 # --- arguments ---
