@@ -28,9 +28,9 @@ if TYPE_CHECKING:
     from dcp_checkfreq.data.shard_readers import Layout as Layout
     from dcp_checkfreq.data.shard_readers import NpyReader as NpyReader
     from dcp_checkfreq.data.shard_readers import ShardReader as ShardReader
-    from dcp_checkfreq.data.shard_readers import TarReader as TarReader
     from dcp_checkfreq.data.shard_source import ShardSource as ShardSource
     from dcp_checkfreq.data.streams import ResumableStreamLoader as ResumableStreamLoader
+    from dcp_checkfreq.data.tar_reader import TarReader as TarReader
     from dcp_checkfreq.data.wrap import ResumableIterator as ResumableIterator
     from dcp_checkfreq.errors import DataStateError as DataStateError
 
@@ -54,7 +54,7 @@ _HOMES: dict[str, str] = {
     "ResumableStreamLoader": "data.streams",
     "ShardReader": "data.shard_readers",
     "ShardSource": "data.shard_source",
-    "TarReader": "data.shard_readers",
+    "TarReader": "data.tar_reader",
     "check_native_reader": "data.dali_reader",
     "sample_rng": "data.augment",
     "seed_everything": "data.rng",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -24,10 +25,14 @@ from dcp_checkfreq.data.augment import AugmentRng, SampleSeeds
 from dcp_checkfreq.data.lanes import DEFAULT_LANES, LANES_VERSION, LaneOrder, Run
 from dcp_checkfreq.data.locate import is_local, located, relative_names
 from dcp_checkfreq.data.order import SEQUENTIAL
+from dcp_checkfreq.data.parquet_schema import check_schemas
 from dcp_checkfreq.data.position import Last, OnMismatch, Share
 from dcp_checkfreq.data.reading import Counts, Maker, Raw, ReadingLoader
 from dcp_checkfreq.errors import DataStateError
 
+_log = logging.getLogger(__name__)
+
+_MAX_TOLD = 5
 _READ_THREADS = 8  # footers, and row groups that are needed at once: mostly waiting for storage
 
 
@@ -55,7 +60,8 @@ class ParquetSource:
             more row groups, and take more memory.
 
     Raises:
-        ValueError: there are no rows, a file is named twice, or URLs of several file systems are.
+        ValueError: there are no rows, a file is named twice, cut short or no Parquet, has other
+            columns than the first one, or URLs of several file systems are given.
         FileNotFoundError: a path is not there.
     """
 
@@ -82,7 +88,9 @@ class ParquetSource:
         if isinstance(found, str):
             self._fragments.sort(key=lambda fragment: fragment.path)
         with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="checkfreq-footers") as pool:
-            numbers = list(pool.map(_rows_of_groups, self._fragments))
+            footers = list(pool.map(_footer, self._fragments))
+        paths_found = [fragment.path for fragment in self._fragments]
+        numbers = [rows for rows, _ in footers]
         self._places = [(fragment, group) for fragment, groups in enumerate(numbers)
                         for group, rows in enumerate(groups) if rows]  # fmt: skip
         self.row_groups = tuple(
@@ -91,11 +99,22 @@ class ParquetSource:
         )
         if not self.row_groups:
             raise ValueError(f"there are no rows in {paths!r:.200}")
-        missing = set(self.columns or ()) - set(self._dataset.schema.names)
-        if missing:
-            raise ValueError(
-                f"there are no columns {sorted(missing)}, only {self._dataset.schema.names}"
+        filled = [n for n, rows in enumerate(numbers) if any(rows)]
+        if len(filled) < len(numbers):
+            empty = [path for n, path in enumerate(paths_found) if not any(numbers[n])]
+            _log.warning(
+                "%d of %d files have no rows: %s%s",
+                *(len(empty), len(numbers), ", ".join(empty[:_MAX_TOLD])),
+                " ..." if len(empty) > _MAX_TOLD else "",
             )
+        check_schemas(((paths_found[n], footers[n][1]) for n in filled), self.columns)
+        # Of the first file with rows: one without often has no types either. And those of folders.
+        of_files = {name for _, schema in footers for name in schema.names}
+        of_folders = [field for field in self._dataset.schema if field.name not in of_files]
+        self._schema = pa.schema([*footers[filled[0]][1], *of_folders])
+        missing = set(self.columns or ()) - set(self._schema.names)
+        if missing:
+            raise ValueError(f"there are no columns {sorted(missing)}, only {self._schema.names}")
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -128,7 +147,7 @@ class ParquetSource:
         table = (
             self._fragments[fragment]
             .subset(row_group_ids=[number])
-            .to_table(schema=self._dataset.schema, columns=self.columns)
+            .to_table(schema=self._schema, columns=self.columns)
         )
         group = self.row_groups[index]
         if table.num_rows != group.rows:
@@ -150,8 +169,16 @@ class _NoReadAhead(FSSpecHandler):  # type: ignore[misc]
         return pa.PythonFile(self.fs.open(path, mode="rb", cache_type="none"), mode="r")
 
 
-def _rows_of_groups(fragment: Any) -> list[int]:
-    return [group.num_rows for group in fragment.row_groups]
+def _footer(fragment: Any) -> tuple[list[int], pa.Schema]:
+    """Return the rows of each row group, and the columns.
+
+    Raises:
+        ValueError: it is no Parquet file, or is cut short.
+    """
+    try:
+        return [group.num_rows for group in fragment.row_groups], fragment.physical_schema
+    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
+        raise ValueError(f"{fragment.path} cannot be read as Parquet: {error}") from error
 
 
 class ResumableParquetLoader(ReadingLoader):

@@ -16,7 +16,7 @@ from dcp_checkfreq.data.shard_readers import MARK_EVERY, Layout
 
 _log = logging.getLogger(__name__)
 
-_FORMAT = 1
+_FORMAT = 2  # 1: scans looked at nothing but the number of samples
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,9 @@
-"""How samples lie in a shard file: tar, lines of JSON, npy, or what a function makes of it."""
+"""How samples lie in a shard file: lines of JSON, npy, or what a function makes of it."""
 
 from __future__ import annotations
 
 import json
 import math
-import posixpath
-import tarfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
@@ -21,17 +19,23 @@ class Layout:
     Attributes:
         samples: in the shard.
         marks: byte offset of each `MARK_EVERY`-th sample, if one can begin to read there.
+        notes: what is odd, and not wrong enough to refuse the shard.
     """
 
     samples: int
     marks: tuple[int, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class ShardReader(Protocol):
     """Reads the samples of one shard file, from front to back."""
 
     def scan(self, file: IO[bytes]) -> Layout:
-        """Count the samples, and note where they lie."""
+        """Count the samples, and note where they lie.
+
+        What it raises for a shard that is wrong (ValueError, EOFError, `tarfile.TarError`) is told
+        with the shard's path.
+        """
 
     def read(self, file: IO[bytes], start: int, marks: tuple[int, ...]) -> Iterator[Any]:
         """Yield the samples from number ``start`` on, as they lie there.
@@ -85,10 +89,19 @@ class JsonLinesReader:
     """One JSON value per line; empty lines are passed over. ``read`` yields bytes."""
 
     def scan(self, file: IO[bytes]) -> Layout:
-        """Count the lines."""
+        """Count the lines, and look at how each begins and ends.
+
+        Raises:
+            ValueError: a line is cut, or is no JSON.
+        """
         samples, offset, marks = 0, 0, []
-        for line in file:
-            if line.strip():
+        for number, line in enumerate(file, start=1):
+            value = line.strip().removeprefix(_BOM)
+            if value:
+                if not _looks_like_json(value):
+                    raise ValueError(
+                        f"line {number} is no whole JSON value: {value[:40]!r} ... {value[-10:]!r}"
+                    )
                 if samples % MARK_EVERY == 0:
                     marks.append(offset)
                 samples += 1
@@ -108,7 +121,23 @@ class JsonLinesReader:
 
     def decode(self, sample: bytes) -> Any:
         """Return the value of a line."""
-        return json.loads(sample)
+        try:
+            return json.loads(sample)
+        except json.JSONDecodeError as error:
+            said = f"{error.msg}, in the line {sample[:80]!r}"
+            raise json.JSONDecodeError(said, error.doc, error.pos) from error
+
+
+_BOM = b"\xef\xbb\xbf"
+_ENDS = {b"{": b"}", b"[": b"]", b'"': b'"'}
+_SCALAR_ENDS = b"0123456789elyN"  # of numbers, true, false, null, Infinity, NaN
+
+
+def _looks_like_json(value: bytes) -> bool:
+    first, last = value[:1], value[-1:]
+    if first in _ENDS:
+        return last == _ENDS[first] and len(value) > 1
+    return first in b"-0123456789tfnIN" and last in _SCALAR_ENDS
 
 
 class NpyReader:
@@ -119,8 +148,20 @@ class NpyReader:
     """
 
     def scan(self, file: IO[bytes]) -> Layout:
-        """Read the number of rows from the header."""
-        return Layout(_npy_header(file)[0][0])
+        """Read the number of rows from the header.
+
+        Raises:
+            ValueError: the file is shorter or longer than that says.
+        """
+        (rows, *shape), dtype = _npy_header(file)
+        end = file.tell() + rows * math.prod(shape) * dtype.itemsize
+        size = file.seek(0, 2)
+        if size != end:
+            raise ValueError(
+                f"its header says {rows} rows, which is {end} bytes, and it has {size}: "
+                + ("cut short?" if size < end else "several arrays one after the other?")
+            )
+        return Layout(rows)
 
     def read(self, file: IO[bytes], start: int, marks: tuple[int, ...]) -> Iterator[Any]:
         """Yield the rows from number ``start`` on: arrays that can be written to."""
@@ -157,64 +198,3 @@ def _npy_header(file: IO[bytes]) -> tuple[tuple[int, ...], Any]:
             f"{shape}{' in Fortran order' if is_fortran else ''}"
         )
     return shape, dtype
-
-
-class TarReader:
-    """Samples of a tar file, as WebDataset has them.
-
-    Neighbouring files whose paths are equal up to the first dot of the name are one sample: a dict
-    of ``__key__`` and, per file, what follows that dot to its bytes.
-    """
-
-    def scan(self, file: IO[bytes]) -> Layout:
-        """Count the samples; reads headers, not contents, if the file can seek."""
-        samples, marks, key = 0, [], None
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in _files(tar):
-                found, _ = _key_of(member)
-                if found != key:
-                    if samples % MARK_EVERY == 0:
-                        marks.append(member.offset)
-                    samples, key = samples + 1, found
-        return Layout(samples, tuple(marks))
-
-    def read(self, file: IO[bytes], start: int, marks: tuple[int, ...]) -> Iterator[dict[str, Any]]:
-        """Yield the samples from number ``start`` on."""
-        passed = seek_mark(file, start, marks)
-        sample: dict[str, Any] = {}
-        key = None
-        with tarfile.open(fileobj=file, mode="r:") as tar:
-            for member in _files(tar):
-                found, extension = _key_of(member)
-                if found != key:
-                    if sample:
-                        yield sample
-                    if key is not None and passed:
-                        passed -= 1
-                    key, sample = found, {}
-                if not passed:
-                    content = tar.extractfile(member)
-                    assert content is not None  # it is a regular file
-                    sample["__key__"] = found
-                    sample[extension] = content.read()
-            if sample:
-                yield sample
-
-    def decode(self, sample: dict[str, Any]) -> dict[str, Any]:
-        """Return the sample: bytes are for a transform to decode."""
-        return sample
-
-
-def _files(tar: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
-    """Yield the regular files that come next."""
-    while (member := tar.next()) is not None:
-        # Else it would keep a record of each file that it has seen.
-        tar.members = []  # type: ignore[attr-defined]
-        if member.isfile():
-            yield member
-
-
-def _key_of(member: tarfile.TarInfo) -> tuple[str, str]:
-    folder, name = posixpath.split(member.name)
-    stem, _, extension = name.partition(".")
-    return posixpath.join(folder, stem), extension

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import gzip
 import hashlib
+import logging
+import lzma
 import os
+import tarfile
+import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -16,6 +21,11 @@ from dcp_checkfreq.data.lanes import DEFAULT_LANES
 from dcp_checkfreq.data.locate import located, relative_names
 from dcp_checkfreq.data.shard_readers import FunctionReader, Layout, ShardReader
 
+_log = logging.getLogger(__name__)
+
+# What a shard that is wrong makes its reader raise. Errors of storage are told as they are.
+_WRONG = (ValueError, EOFError, tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
+_MAX_TOLD = 5
 _SCAN_THREADS = 8  # mostly waiting for storage
 _DEFAULT_WINDOW = 64
 _READ_AHEAD_BYTES = 4 << 20  # per open shard of a remote file system; s3fs would take 50 MiB
@@ -59,7 +69,9 @@ class ShardSource:
             has. The same for a copy elsewhere.
 
     Raises:
-        ValueError: there are no samples, or numbers that cannot be.
+        ValueError: there are no samples, or numbers that cannot be; or a scan has found a shard
+            that is cut short or damaged, or whose samples it cannot tell apart. The text has its
+            path.
         FileNotFoundError: a path is not there, or nothing matches.
     """
 
@@ -100,6 +112,13 @@ class ShardSource:
         self.shards = tuple(shard for shard, _ in filled)
         if not self.shards:
             raise ValueError(f"there are no samples in {len(found)} shards")
+        empty = [path for path, layout in zip(found, layouts, strict=True) if not layout.samples]
+        if empty:
+            _log.warning(
+                "%d of %d shards are empty: %s%s",
+                *(len(empty), len(found), ", ".join(empty[:_MAX_TOLD])),
+                " ..." if len(empty) > _MAX_TOLD else "",
+            )
         self.sizes = [shard.layout.samples for shard in self.shards]
         digest = hashlib.sha256()
         for shard, name in filled:
@@ -112,11 +131,21 @@ class ShardSource:
 
     def _scanned(self, paths: Sequence[str]) -> list[Layout]:
         with ThreadPoolExecutor(_SCAN_THREADS, thread_name_prefix="checkfreq-scan") as pool:
-            return list(pool.map(self._scan, paths))
+            layouts = list(pool.map(self._scan, paths))
+        odd = [(path, note) for path, layout in zip(paths, layouts, strict=True)
+               for note in layout.notes]  # fmt: skip
+        for path, note in odd[:_MAX_TOLD]:
+            _log.warning("shard %s: %s", path, note)
+        if len(odd) > _MAX_TOLD:
+            _log.warning("there is something of that kind in %d shards more", len(odd) - _MAX_TOLD)
+        return layouts
 
     def _scan(self, path: str) -> Layout:
-        with self.open(path) as file:
-            return self.reader.scan(file)
+        try:
+            with self.open(path) as file:
+                return self.reader.scan(file)
+        except _WRONG as error:
+            raise ValueError(f"shard {path}: {error}") from error
 
     def _indexed(
         self, paths: Sequence[str], location: str, options: Mapping[str, Any]

@@ -6,8 +6,9 @@ import tarfile
 
 import numpy as np
 
-from dcp_checkfreq.data.shard_readers import JsonLinesReader, NpyReader, TarReader
+from dcp_checkfreq.data.shard_readers import JsonLinesReader, NpyReader
 from dcp_checkfreq.data.streams import ResumableStreamLoader
+from dcp_checkfreq.data.tar_reader import TarReader
 
 
 def jsonl_bytes(ids):

@@ -13,9 +13,9 @@ from dcp_checkfreq.data.shard_readers import (
     MARK_EVERY,
     JsonLinesReader,
     NpyReader,
-    TarReader,
 )
 from dcp_checkfreq.data.shard_source import ShardSource
+from dcp_checkfreq.data.tar_reader import TarReader
 
 COUNT = 2 * MARK_EVERY + 70
 

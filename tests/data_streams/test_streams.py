@@ -304,7 +304,7 @@ def test_with_an_index_a_shard_is_scanned_once_and_again_if_its_size_changes(tmp
 
 @pytest.mark.parametrize(
     "text", ["", "nonsense", "[]", '{"format":9,"mark_every":256,"shards":{}}',
-             '{"format":1,"mark_every":256,"shards":{"shard-000.jsonl":[1,-5,[]]}}'])  # fmt: skip
+             '{"format":2,"mark_every":256,"shards":{"shard-000.jsonl":[1,-5,[]]}}'])  # fmt: skip
 def test_an_index_that_is_none_is_made_anew(tmp_path, text, caplog):
     index = tmp_path / "index"
     index.write_text(text)
