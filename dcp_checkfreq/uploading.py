@@ -8,6 +8,8 @@ from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.errors import CheckFreqError, WriteFailed
 from dcp_checkfreq.storage.staged import Upload
 
+# Nobody waits in a collective for an upload: it may be still for longer than ranks wait for others.
+_GIVE_UP_AFTER_S = 600.0
 _ROUND_S = 30.0  # ranks hear of each other at least so often while some are still copying
 
 
@@ -51,7 +53,7 @@ def upload_and_publish(
     def look() -> bool:
         if not upload.wait(round_s):
             still_s = upload.still_for(round_s)
-            if still_s >= agree.timeout_s:
+            if still_s >= max(agree.timeout_s, _GIVE_UP_AFTER_S):
                 upload.give_up()
                 at = f"rank {agree.rank} has been uploading, without a sign for {still_s:.0f} s"
                 raise WriteFailed(where, f"the storage does not come back: {at}")

@@ -21,6 +21,7 @@ from dcp_checkfreq import (
     SaveFailed,
     find_latest_valid,
     patience,
+    uploading,
     watchdog,
 )
 from dcp_checkfreq.storage.local import LocalTier
@@ -251,7 +252,8 @@ def test_what_is_merely_slow_is_never_cut(tmp_path):
         tier.is_slow = False
 
 
-def test_an_upload_that_comes_to_a_stand_fails_and_a_slow_one_does_not(tmp_path):
+def test_an_upload_that_comes_to_a_stand_fails_and_a_slow_one_does_not(tmp_path, monkeypatch):
+    monkeypatch.setattr(uploading, "_GIVE_UP_AFTER_S", TIMEOUT_S)
     big = {"x": torch.ones(3 << 20)}  # more than one piece
     tier = Slow(LocalTier(tmp_path / "root"))
     gate = Gate(tier)
