@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from dcp_checkfreq.data.cursor import Cursor, HandOut, HasPosition
+from dcp_checkfreq.data.dali_graph import check_fed, random_operators
 from dcp_checkfreq.data.dali_plugin import import_plugin
 from dcp_checkfreq.data.dali_rng import DALIState, add_dali, dali_of
 from dcp_checkfreq.data.dali_source import LABEL_TYPES, DALISource, names_id
@@ -26,7 +28,10 @@ from dcp_checkfreq.errors import DataStateError
 if TYPE_CHECKING:
     from numpy.typing import NDArray
 
+_log = logging.getLogger(__name__)
+
 _WHAT = "ResumableDALILoader"
+_MAX_TOLD = 5
 
 
 class ResumableDALILoader(HasPosition):
@@ -121,6 +126,7 @@ class ResumableDALILoader(HasPosition):
             on_mismatch=on_mismatch,
         )
         self._dali_rng = dali_rng
+        self._told_of_random = False
         # DALI's checkpoint after the last batch handed out; None: that of a new pipeline.
         self._checkpoint: bytes | None = None
         self._feed: _Feed | None = None
@@ -129,13 +135,20 @@ class ResumableDALILoader(HasPosition):
         """Return an iterator over the rest of the epoch; those made before become stale.
 
         Raises:
-            ValueError: the pipeline reads files by itself, in an order of its own.
+            ValueError: the pipeline has a reader, or an external source, with an order of its own.
         """
         self._place.check(_WHAT)
         if self._feed is None:
             feed = self._new_feed(self._checkpoint)
             feed.begin(self._cursor.position)
             self._feed = feed
+            if feed.random and not self._dali_rng and not self._told_of_random:
+                self._told_of_random = True
+                _log.warning(
+                    "%s: %s would begin anew after a resume: make random numbers from those of "
+                    "source.inputs(), or pass dali_rng=True",
+                    *(_WHAT, ", ".join(feed.random[:_MAX_TOLD])),
+                )
         return HandOut(self._cursor, self._take, self._drop_feed)
 
     def _take(self, share: Share) -> dict[str, Any]:
@@ -220,6 +233,8 @@ class _Feed:
                 "which read in an order of theirs. Begin it with source.inputs() and "
                 "fn.io.file.read, or use ResumableDALIReader"
             )
+        check_fed(pipeline, source, what=_WHAT)
+        self.random = random_operators(pipeline)
 
     def begin(self, at: Position) -> None:
         self._source.begin(at)

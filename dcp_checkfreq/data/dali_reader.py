@@ -7,6 +7,7 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
+from dcp_checkfreq.data.dali_graph import check_readers
 from dcp_checkfreq.data.dali_plugin import import_plugin
 from dcp_checkfreq.data.dali_rng import DALIState, add_dali, dali_of
 from dcp_checkfreq.data.position import FORMAT, parse, read_number, read_text, short_id
@@ -16,34 +17,37 @@ from dcp_checkfreq.errors import DataStateError
 _WHAT = "ResumableDALIReader"
 
 
-def check_native_reader(pipeline: Any, reader_name: str, *, rank: int, world_size: int) -> None:
-    """Raise ValueError if a reader would lose or repeat items even without any failure.
+def check_native_reader(
+    pipeline: Any,
+    reader_name: str,
+    *,
+    rank: int,
+    world_size: int,
+    independent: Sequence[str] = (),
+) -> None:
+    """Raise ValueError if a pipeline would lose or repeat items even without any failure.
 
     Without padding, what a batch takes beyond the end of its shard is missing in the next epoch:
     measured with DALI 2.4, 200 files and batches of 16, 8 to 42 items are lost and as many repeated
     from the second epoch on. With ``pad_last_batch=True`` and ``LastBatchPolicy.PARTIAL`` none is.
+    All readers must be padded, of one shard and length and in one order, and there must be no
+    external source: else what they give drifts apart.
 
     Args:
         pipeline: built.
-        reader_name: ``name=`` of the reader in the pipeline.
-        rank: which shard it should read first.
-        world_size: into how many shards it should cut the data.
+        reader_name: ``name=`` of the reader in the pipeline that says how long an epoch is.
+        rank: which shard the readers should read first.
+        world_size: into how many shards they should cut the data.
+        independent: names of readers of other data, whose length and order may differ.
     """
-    readers = pipeline.reader_meta()
-    if reader_name not in readers:
-        raise ValueError(f"{_WHAT}: there is no reader {reader_name!r}, only {sorted(readers)}")
-    meta = readers[reader_name]
-    if not meta["pad_last_batch"]:
-        raise ValueError(
-            f"{_WHAT}: reader {reader_name!r} loses and repeats items from the second epoch on: "
-            "give it pad_last_batch=True"
-        )
-    shards, shard = meta["number_of_shards"], meta["shard_id"]
-    if (shard, shards) != (rank, world_size):
-        raise ValueError(
-            f"{_WHAT}: reader {reader_name!r} reads shard {shard} of {shards}, this is rank {rank} "
-            f"of {world_size}"
-        )
+    check_readers(
+        pipeline,
+        reader_name,
+        rank=rank,
+        world_size=world_size,
+        independent=independent,
+        what=_WHAT,
+    )
 
 
 class ResumableDALIReader:
@@ -65,10 +69,13 @@ class ResumableDALIReader:
         rank: data-parallel rank; default: of the default process group.
         world_size: data-parallel ranks; tell both or neither.
         dataset_id: what the data is, in your words; a state is not loaded into other data.
+        independent: names of readers of other data (not labelled, say), whose length and order may
+            differ. Only the items of ``reader_name`` come once per epoch; the others go on exactly.
 
     Raises:
         ImportError: DALI is not installed.
-        ValueError: the reader is not padded, or reads another shard; see `check_native_reader`.
+        ValueError: a reader is not padded, reads another shard or another order, or there is an
+            external source; see `check_native_reader`.
     """
 
     def __init__(
@@ -80,12 +87,14 @@ class ResumableDALIReader:
         rank: int | None = None,
         world_size: int | None = None,
         dataset_id: str = "",
+        independent: Sequence[str] = (),
     ) -> None:
         self.epoch = 0
         self.batches = 0  # of this epoch, handed out to this rank
         self._build = build
         self._output_map = list(output_map)
         self._reader_name = reader_name
+        self._independent = tuple(independent)
         self._place = resolve(rank, world_size)
         self._dataset = short_id(dataset_id)
         self._generation = 0
@@ -98,7 +107,11 @@ class ResumableDALIReader:
         pipeline.build()
         place = self._place
         check_native_reader(
-            pipeline, self._reader_name, rank=place.rank, world_size=place.world_size
+            pipeline,
+            self._reader_name,
+            rank=place.rank,
+            world_size=place.world_size,
+            independent=self._independent,
         )
         batches = plugin.DALIGenericIterator(
             [pipeline],
