@@ -130,6 +130,8 @@ class _Look:
         return len(self.values) - 1
 
     def _mark(self, tensor: torch.Tensor, path: str) -> _Mark:
+        if type(tensor) is torch.Tensor and not tensor.__dict__:  # nearly all, so first
+            return type(tensor), *memory_of(tensor)
         if isinstance(tensor, DTensor):
             shard = tensor.to_local()
             self._shards[len(self.values)] = (shard,)
