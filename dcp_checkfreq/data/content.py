@@ -101,7 +101,7 @@ class _Reader:
         sampled = tensor.detach()[_sample(tensor.shape)].resolve_conj().resolve_neg().contiguous()
         if sampled.dim() == 0:
             sampled = sampled.reshape(1)
-        self._bytes_of(bytes(sampled.view(torch.uint8).reshape(-1).numpy()))
+        self._bytes_of(sampled.view(torch.uint8).reshape(-1).numpy().tobytes())
 
     def _is_array(self, value: Any) -> bool:
         np = numpy_or_none()

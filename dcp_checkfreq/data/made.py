@@ -33,8 +33,24 @@ _SAMPLER_CONTENT = ("weights", "indices")
 _MAX_DEPTH = 4
 
 
-def made_by(loader: Any) -> Made:
-    """Return what all ranks have in common."""
+def made_by(loader: Any, inside: Mapping[str, DataLoader[Any]]) -> Made:
+    """Return what all ranks have in common.
+
+    Args:
+        loader: the whole.
+        inside: loaders that it takes from, by path; without a path it is the whole itself.
+    """
+    made = _made_by(loader)
+    parts = {path: _made_by(one) for path, one in inside.items() if path}
+    for path, one in inside.items():
+        if path and not has_stream(one):
+            del parts[path]["workers"]
+    if parts:
+        made["inside"] = parts
+    return made
+
+
+def _made_by(loader: Any) -> Made:
     made: Made = {"loader": _name(type(loader))}
     for name in ("batch_size", "drop_last"):
         value = getattr(loader, name, None)
@@ -73,8 +89,21 @@ def has_stream(loader: Any) -> bool:
 
 def differences(saved: Mapping[str, Any], present: Made, *, workers_count: bool) -> list[str]:
     """Return what differs, with both values. What only one of them says is not compared."""
+    found = _differences(saved, present, "", workers_count=workers_count)
+    was, now = saved.get("inside"), present.get("inside")
+    if not isinstance(was, dict) or not isinstance(now, dict):
+        return found
+    for path in sorted(now.keys() & was.keys()):
+        if isinstance(was[path], dict):
+            found += _differences(was[path], now[path], f" of {path!r}", workers_count=True)
+    return found
+
+
+def _differences(
+    saved: Mapping[str, Any], present: Made, of: str, *, workers_count: bool
+) -> list[str]:
     return [
-        f"the {name} was {_shown(saved[key])}, now it is {_shown(present[key])}"
+        f"the {name}{of} was {_shown(saved[key])}, now it is {_shown(present[key])}"
         for key, name in _NAMES.items()
         if key in saved and key in present and saved[key] != present[key]
         and (key != "workers" or workers_count)

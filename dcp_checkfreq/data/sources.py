@@ -24,6 +24,7 @@ from dcp_checkfreq.data.content import digest_of
 from dcp_checkfreq.data.cursor import HasPosition
 from dcp_checkfreq.data.generators import kind_of, reseed, state_of
 from dcp_checkfreq.data.order import derive, numpy_or_none
+from dcp_checkfreq.format.torch_private import end_workers
 
 _MAX_OBJECTS = 20_000
 _MAX_ITEMS = 256  # of one list or dict
@@ -68,6 +69,7 @@ class Sources:
         self._told: list[Any] = []
         self._found: list[Source] = []
         self.positioned: list[str] = []  # paths of what moves on by itself
+        self.loaders: dict[str, DataLoader[Any]] = {}  # by path; "" is the whole
         process_wide = _process_wide()
         for path, part in _walk(loader):
             kind = kind_of(part)
@@ -75,6 +77,8 @@ class Sources:
                 if not any(part is one for one in process_wide):
                     self._found.append(Source(path, kind, part, _root(part)))
                 continue
+            if isinstance(part, DataLoader):
+                self.loaders[path] = part
             if isinstance(part, HasPosition):
                 self.positioned.append(path or type(part).__name__)
             # Deeper inside only what its class says: to ask some objects for a name is an error.
@@ -95,6 +99,15 @@ class Sources:
             reseed(source.generator, derive(key, digest_of(source.path), root))
         for part in self._told:
             part.set_epoch(epoch)
+
+    def end_workers(self) -> None:
+        """Let loaders with persistent workers begin the epoch with new ones.
+
+        They would go on with their random states of the epoch before.
+        """
+        for loader in self.loaders.values():
+            if loader.persistent_workers:
+                end_workers(loader)
 
     def roots(self) -> dict[str, int]:
         """Return what each generator was seeded with, by path."""

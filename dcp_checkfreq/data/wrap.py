@@ -7,8 +7,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from torch.utils.data import DataLoader
-
 from dcp_checkfreq.data import global_rng
 from dcp_checkfreq.data.content import digest_of
 from dcp_checkfreq.data.made import differences, has_stream, made_by, made_here
@@ -19,7 +17,6 @@ from dcp_checkfreq.data.sources import Sources
 from dcp_checkfreq.data.trail import Comparison, Trail
 from dcp_checkfreq.data.wrap_state import Saved, check_replayable
 from dcp_checkfreq.errors import DataStateError
-from dcp_checkfreq.format.torch_private import end_workers
 
 _log = logging.getLogger(__name__)
 
@@ -153,9 +150,8 @@ class ResumableIterator:
             if own is not None:
                 self._keeper.load_state_dict(own)
                 self._own_state = None
-            elif isinstance(self.loader, DataLoader) and self.loader.persistent_workers:
-                # They would go on with their random states of the epoch before.
-                end_workers(self.loader)
+            elif self._keeper is None:
+                self._sources.end_workers()
             batches = iter(self.loader)
             trail = self._replay(batches, epoch, skip)
             data = global_rng.save()
@@ -233,7 +229,7 @@ class ResumableIterator:
             "seed": self._seed,
             "world_size": self._place.world_size,
             "dataset": self._dataset,
-            "made": made_by(self.loader),
+            "made": made_by(self.loader, self._sources.loaders),
         }
         if self._is_per_rank:
             state["here"] = made_here(self.loader)
@@ -287,7 +283,7 @@ class ResumableIterator:
         self._own_state = given.get("own") if batches else None
         self._roots = self._sources.taken_over(saved.roots or {})
         self._trail, self._loaded_trail = (None, saved.trail) if batches else (Trail(), None)
-        self._hint = saved.workers_hint(made_by(self.loader))
+        self._hint = saved.workers_hint(made_by(self.loader, self._sources.loaders))
         self._generation += 1
 
     def _changes(self, saved: Saved, *, needs_own: bool) -> str:
@@ -296,7 +292,7 @@ class ResumableIterator:
             ("number of ranks", saved.world_size, self._place.world_size),
             ("dataset_id", saved.dataset, self._dataset),
         ]
-        present = {**made_by(self.loader), **made_here(self.loader)}
+        present = {**made_by(self.loader, self._sources.loaders), **made_here(self.loader)}
         size = present.get("batch_size")
         if saved.samples_per_step() is not None and type(size) is int:
             now = size * self._place.world_size

@@ -102,13 +102,8 @@ def check_replayable(loader: Any, sources: Sources) -> None:
         raise TypeError(
             f"{type(loader).__name__} can be iterated only once: pass what iter() is called on"
         )
-    for name in ("sampler", "batch_sampler"):
-        sampler = getattr(loader, name, None)
-        if isinstance(sampler, Iterator):
-            raise TypeError(
-                f"{name}={type(sampler).__name__} can be iterated only once, so a second epoch "
-                "would be empty: pass what iter() is called on"
-            )
+    for path, one in {**sources.loaders, "": loader}.items():
+        _check_loader(one, f"{path}." if path else "")
     own = [type(loader).__name__] if hasattr(type(loader), "steps_left") else sources.positioned
     if own:
         raise TypeError(
@@ -116,8 +111,18 @@ def check_replayable(loader: Any, sources: Sources) -> None:
             "pass over batches that were not trained. Register it as it is, without "
             f"{_WHAT}"
         )
+
+
+def _check_loader(loader: Any, prefix: str) -> None:
+    for name in ("sampler", "batch_sampler"):
+        sampler = getattr(loader, name, None)
+        if isinstance(sampler, Iterator):
+            raise TypeError(
+                f"{prefix}{name}={type(sampler).__name__} can be iterated only once, so a second "
+                "epoch would be empty: pass what iter() is called on"
+            )
     if getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", None):
         raise ValueError(
-            "in_order=False hands batches out as workers get them ready: another order each time. "
-            "Use in_order=True"
+            f"{prefix}in_order=False hands batches out as workers get them ready: another order "
+            "each time. Use in_order=True"
         )

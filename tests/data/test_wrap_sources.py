@@ -116,6 +116,17 @@ class Told(Dataset):
         return index, self.epoch
 
 
+class Zipped:
+    """Takes from two loaders at once."""
+
+    def __init__(self, size=3, **options):
+        self.a = load(Ids(20), batch_size=size, shuffle=True, generator=generator(1))
+        self.parts = [load(Noisy(30, random.random), shuffle=True, **options)]
+
+    def __iter__(self):
+        return zip(self.a, *self.parts, strict=False)
+
+
 def closing_over(rng):
     return lambda: rng.random()
 
@@ -160,6 +171,8 @@ LOADERS = {
     "told": lambda: load(Told(), shuffle=True),
     "told inside": lambda: load(ConcatDataset([Subset(Told(), range(20)), Told()])),
     "told, workers": lambda: load(Told(), num_workers=1, persistent_workers=True),
+    "two loaders": Zipped,
+    "two loaders, persistent": lambda: Zipped(num_workers=1, persistent_workers=True),
     "process-wide by name": lambda: load(
         Ids(30), shuffle=True, generator=torch.default_generator
     ),
@@ -233,6 +246,14 @@ class Once(Sampler):
         return next(self.left)
 
 
+class Holding:
+    def __init__(self, inner):
+        self.inner = inner
+
+    def __iter__(self):
+        return iter(self.inner)
+
+
 @pytest.mark.parametrize(
     ("make", "kind", "said"),
     [
@@ -249,6 +270,8 @@ class Once(Sampler):
             "batch_sampler knows its position .* Register it as it is",
         ),
         (lambda: ResumableIterator([1]), TypeError, "knows its position"),
+        (lambda: Zipped(num_workers=1, in_order=False), ValueError, "parts.0.in_order=False"),
+        (lambda: Holding(ResumableLoader(Ids(30), 4)), TypeError, "inner knows its position"),
     ],
 )
 @pytest.mark.parametrize("mode", ["replay", "epoch"])
@@ -301,6 +324,8 @@ CHANGES = [
      lambda: load(Ids(24), shuffle=True), "there was a generator '.*generator', now there is none"),
     (lambda: load(Ids(24), shuffle=True),
      lambda: load(Ids(24), shuffle=True, generator=generator(5)), "now, there was none"),
+    (Zipped, lambda: Zipped(4), "batch size of 'a' was 3, now it is 4"),
+    (Zipped, lambda: Zipped(drop_last=True), "drop_last of 'parts.0' was False, now it is True"),
     (lambda: DataLoader(Ids(24), batch_sampler=BatchSampler(SequentialSampler(Ids(24)), 4, False)),
      lambda: DataLoader(Ids(24), batch_sampler=Wrapping([[0]] * 6)), "sampler was"),
     (lambda: DataLoader(Ids(24), batch_sampler=BatchSampler(SequentialSampler(Ids(24)), 4, False)),
