@@ -120,6 +120,17 @@ def stand_in(key: str, tensor: torch.Tensor, copies: Sequence[torch.Tensor]) -> 
     return made
 
 
+def to_pickle(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """Return what planners take for the same tensor, also after it was sent to another process.
+
+    Sending drops all attributes of plain tensors, and with them what such a tensor says of itself.
+    """
+    if _has_methods(tensor):
+        return tensor
+    parts = parts_of(key, tensor)
+    return _Shards.of(tensor, [part.item for part in parts], [part.tensor for part in parts])
+
+
 def carry(source: torch.Tensor, target: torch.Tensor) -> None:
     """Let ``target``, which has the memory of ``source`` or a copy, describe itself the same."""
     for name in _FIELDS:

@@ -18,6 +18,7 @@ from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import CheckFreqError, SnapshotFailed
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.shards.nesting import naming
+from dcp_checkfreq.shards.self_described import describes_itself, to_pickle
 from dcp_checkfreq.snapshot.guard import Address
 from dcp_checkfreq.snapshot.lanes import Copy, Lane, copy_at_once, start_overlapped
 from dcp_checkfreq.snapshot.places import Asked, CopyPlan, Kept, Leases
@@ -37,7 +38,8 @@ class _Staged(dict[str, Any]):
     leases: Leases
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return dict, (dict(self),)  # to another process goes the content, not the lease
+        # To another process goes the content, not the lease.
+        return dict, ({key: _to_pickle(value, str(key)) for key, value in self.items()},)
 
 
 class Snapshot:
@@ -317,6 +319,16 @@ def _rebuilt(tree: Any, tensors: Mapping[int, torch.Tensor], values: Sequence[ob
         return [_rebuilt(inner, tensors, values) for inner in tree]
     tensor = tensors.get(tree)
     return _own_copy(values[tree]) if tensor is None else tensor
+
+
+def _to_pickle(value: Any, path: str) -> Any:
+    if type(value) is dict:
+        return {key: _to_pickle(inner, f"{path}.{key}") for key, inner in value.items()}
+    if type(value) is list:
+        return [_to_pickle(inner, f"{path}.{number}") for number, inner in enumerate(value)]
+    if isinstance(value, torch.Tensor) and describes_itself(value):
+        return to_pickle(path, value)
+    return value
 
 
 def _own_copy(value: Any) -> Any:

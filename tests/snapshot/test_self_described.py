@@ -1,6 +1,8 @@
 """A tensor that says itself what is saved of it is copied with all that it says."""
 
 import itertools
+import pickle
+from multiprocessing.reduction import ForkingPickler
 
 import pytest
 import torch
@@ -54,6 +56,16 @@ def test_planners_see_the_same_in_a_snapshot_and_later_changes_do_not_reach_it(k
         assert seen({"a.w": staged["a"]["w"], "b": staged["b"]}) == wanted
         stager.release()
         assert (wanted == before) is (number == 0)
+
+
+@kinds
+def test_a_snapshot_that_is_sent_to_another_process_says_the_same(kind):
+    live = {"a": [{"w": filled(kind)}], "b": torch.ones(2)}
+    stager = Stager(BufferPool())
+    sent = pickle.loads(ForkingPickler.dumps(stager.stage(live)))
+    flat = {"a.0.w": live["a"][0]["w"], "b": live["b"]}
+    assert seen({"a.0.w": sent["a"][0]["w"], "b": sent["b"]}) == seen(flat)
+    stager.release()
 
 
 @kinds
