@@ -8,6 +8,7 @@ in a later epoch would get the order of its first one.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import random
@@ -22,7 +23,7 @@ from torch.utils.data import DataLoader
 
 from dcp_checkfreq.data.content import digest_of
 from dcp_checkfreq.data.cursor import HasPosition
-from dcp_checkfreq.data.generators import kind_of, reseed, state_of
+from dcp_checkfreq.data.generators import kind_of, reseed, set_state, state_of
 from dcp_checkfreq.data.order import derive, numpy_or_none
 from dcp_checkfreq.format.torch_private import end_workers
 
@@ -70,12 +71,14 @@ class Sources:
         self._found: list[Source] = []
         self.positioned: list[str] = []  # paths of what moves on by itself
         self.loaders: dict[str, DataLoader[Any]] = {}  # by path; "" is the whole
+        self._first_states: list[Any] = []
         process_wide = _process_wide()
         for path, part in _walk(loader):
             kind = kind_of(part)
             if kind is not None:
                 if not any(part is one for one in process_wide):
                     self._found.append(Source(path, kind, part, _root(part)))
+                    self._first_states.append(copy.deepcopy(state_of(part)))
                 continue
             if isinstance(part, DataLoader):
                 self.loaders[path] = part
@@ -86,15 +89,22 @@ class Sources:
             if callable(getattr(asked, "set_epoch", None)):
                 self._told.append(part)
 
-    def begin(self, epoch: int, key: int, roots: Mapping[str, int]) -> None:
+    def begin(
+        self, epoch: int, key: int, roots: Mapping[str, int], *, as_before: bool = False
+    ) -> None:
         """Set all of them for an epoch.
 
         Args:
             epoch: for those that are told it.
             key: of this epoch.
             roots: of a saved state, by path, which count instead of those that were found.
+            as_before: begin with what the generators were when they were found, as earlier versions
+                did in their first epoch.
         """
-        for source in self._found:
+        if as_before:
+            for source, state in zip(self._found, self._first_states, strict=True):
+                set_state(source.generator, state)
+        for source in [] if as_before else self._found:
             root = roots.get(source.path, source.root)
             reseed(source.generator, derive(key, digest_of(source.path), root))
         for part in self._told:
@@ -112,6 +122,12 @@ class Sources:
     def roots(self) -> dict[str, int]:
         """Return what each generator was seeded with, by path."""
         return {source.path: source.root for source in self._found}
+
+    def left_alone_before(self) -> list[str]:
+        """Return the paths of what earlier versions let go on from epoch to epoch."""
+        persistent = [path or "loader" for path, one in self.loaders.items()
+                      if one.persistent_workers]  # fmt: skip
+        return [*self.roots(), *(f"persistent workers of {path}" for path in persistent)]
 
     def taken_over(self, saved: Mapping[str, int]) -> dict[str, int]:
         """Return the saved roots that count from now on.

@@ -107,6 +107,7 @@ class ResumableIterator:
         self._ids = compare if callable(compare) else None
         self._trail: Trail | None = Trail()  # None: only what was loaded is known
         self._loaded_trail: str | None = None
+        self._as_before = False  # an epoch that an earlier version began goes on as it did
         self._hint = ""  # what may be why a replay goes another way
 
     def belong_to_rank(self) -> None:
@@ -146,7 +147,7 @@ class ResumableIterator:
         training = global_rng.save()
         global_rng.seed_all(key)
         try:
-            self._sources.begin(epoch, key, self._roots)
+            self._sources.begin(epoch, key, self._roots, as_before=self._as_before)
             if own is not None:
                 self._keeper.load_state_dict(own)
                 self._own_state = None
@@ -170,6 +171,7 @@ class ResumableIterator:
                 global_rng.bring_back(training)
             if batch is _END:
                 self.epoch, self.batches, self._trail = epoch + 1, 0, Trail()
+                self._as_before = False
                 return
             if self._compared:
                 trail.add(self._digest(batch))
@@ -231,6 +233,8 @@ class ResumableIterator:
             "dataset": self._dataset,
             "made": made_by(self.loader, self._sources.loaders),
         }
+        if self._as_before:
+            state["as_before"] = True
         if self._is_per_rank:
             state["here"] = made_here(self.loader)
             state["roots"] = {**self._sources.roots(), **self._roots}
@@ -282,6 +286,7 @@ class ResumableIterator:
         self.epoch, self.batches = epoch, batches
         self._own_state = given.get("own") if batches else None
         self._roots = self._sources.taken_over(saved.roots or {})
+        self._as_before = saved.as_before and batches > 0
         self._trail, self._loaded_trail = (None, saved.trail) if batches else (Trail(), None)
         self._hint = saved.workers_hint(made_by(self.loader, self._sources.loaders))
         self._generation += 1
@@ -303,6 +308,12 @@ class ResumableIterator:
         if self._mode != "own" or self._keeper is self.loader:
             changes += differences(saved.made, present, workers_count=has_stream(self.loader))
             changes += [] if saved.roots is None else self._sources.changes(saved.roots)
+        alone = self._sources.left_alone_before()
+        if self._mode == "replay" and saved.as_before and saved.epoch and saved.batches and alone:
+            changes.append(
+                f"the state is of an earlier version, which let {', '.join(alone)} go on from "
+                f"epoch to epoch, so that epoch {saved.epoch} cannot be had again"
+            )
         if self._mode == "own" and needs_own:
             changes.append("the state was saved without the loader's own")
         return "; ".join(changes)

@@ -28,6 +28,7 @@ class Saved:
         made: what made the batches.
         roots: what each generator was seeded with, by path; None if it is not told.
         trail: digests of the batches, as `Trail.text` has them; None if they are not told.
+        as_before: the epoch was begun by a version that set no generators but the process's own.
     """
 
     epoch: int
@@ -38,6 +39,7 @@ class Saved:
     made: Made
     roots: dict[str, int] | None
     trail: str | None
+    as_before: bool
 
     @staticmethod
     def of(text: object) -> Saved:
@@ -66,6 +68,7 @@ class Saved:
             made={**_fields(state, "made"), **_fields(state, "here")},
             roots=roots,
             trail=trail,
+            as_before="made" not in state or state.get("as_before") is True,
         )
 
     def samples_per_step(self) -> int | None:

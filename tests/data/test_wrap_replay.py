@@ -292,6 +292,54 @@ def test_states_of_other_versions_load(more):
     assert batches_of(again) == wanted[5:]
 
 
+class OwnRandom(Sampler):
+    def __init__(self):
+        self.rng = random.Random(3)
+
+    def __len__(self):
+        return 40
+
+    def __iter__(self):
+        return iter(self.rng.sample(range(40), 40))
+
+
+OWN_GENERATORS = {
+    "torch": lambda: load(Ids(40), shuffle=True, generator=generator(5)),
+    "random": lambda: load(Ids(40), sampler=OwnRandom()),
+}
+
+
+@pytest.mark.parametrize("name", OWN_GENERATORS)
+def test_an_epoch_that_an_earlier_version_began_goes_on_as_it_did(name):
+    """It let generators of the loader's own be, so its first epoch began with them as made."""
+    make = OWN_GENERATORS[name]
+    wanted = list(make())  # the loader alone
+    old = json.dumps(json.loads(OLD) | {"epoch": 0, "world_size": 1})
+    first = ResumableIterator(make(), seed=3)
+    first.load_state_dict({"state": old})
+    assert batches_of(first, 2) == wanted[3:5]
+    assert batches_of(first, 1) == wanted[5:6]  # the loop is left, and begun again
+    second = ResumableIterator(make(), seed=3)
+    second.load_state_dict(first.state_dict())
+    assert batches_of(second) == wanted[6:]
+    whole = ResumableIterator(make(), seed=3)
+    batches_of(whole)
+    assert batches_of(second) == batches_of(whole)  # from the next epoch on it is as it is now
+    assert "as_before" not in json.loads(second.state_dict()["state"])
+
+
+@pytest.mark.parametrize(
+    "make",
+    [*OWN_GENERATORS.values(), lambda: load(Ids(40), num_workers=1, persistent_workers=True)],
+)
+def test_a_later_epoch_of_an_earlier_version_cannot_be_had_again(make):
+    iterator = ResumableIterator(make(), seed=3)
+    with pytest.raises(DataStateError, match=r"earlier version, which let .* go on .*epoch 1"):
+        iterator.load_state_dict({"state": OLD})
+    iterator.load_state_dict({"state": OLD}, on_mismatch="restart_epoch")
+    assert (iterator.epoch, iterator.batches) == (1, 0)
+
+
 @pytest.mark.parametrize(
     "more",
     [{"trail": 5}, {"trail": "1:00"}, {"made": 5}, {"here": []}, {"roots": {"a": "x"}},
