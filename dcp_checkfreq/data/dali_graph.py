@@ -29,6 +29,8 @@ class Operator:
         arguments: that it was made with.
         callback: of an external source; None if it is fed by hand, or is none.
         is_random: draws random numbers.
+        is_numbered: an external source whose function is given the number of the sample or batch,
+            which DALI's checkpoint has.
     """
 
     name: str
@@ -36,6 +38,7 @@ class Operator:
     arguments: dict[str, Any]
     callback: Any
     is_random: bool
+    is_numbered: bool
 
     @property
     def is_external(self) -> bool:
@@ -57,6 +60,7 @@ def operators_of(pipeline: Any) -> list[Operator]:
         shown = arguments.get("_display_name")
         kind = f"{module}.{shown}" if module and shown else type(operator).__name__
         is_reader = "reader" in kind.lower()
+        described = getattr(operator, "_source_desc", None)
         found.append(
             Operator(
                 name=str(getattr(instance, "name", "?")),
@@ -64,6 +68,8 @@ def operators_of(pipeline: Any) -> list[Operator]:
                 arguments=arguments,
                 callback=getattr(operator, "_callback", None),
                 is_random=bool(schema is not None and schema.HasRandomSeedArg()) and not is_reader,
+                is_numbered=getattr(getattr(described, "kind", None), "name", "") == "CALLABLE"
+                and bool(getattr(described, "has_inputs", False)),
             )
         )
     return found
@@ -85,14 +91,18 @@ def check_readers(
         reader_name: ``name=`` of the reader that says how long an epoch is.
         rank: which shard all readers should read first.
         world_size: into how many shards they should cut their data.
-        independent: readers of other data, which need not keep in step with the named one.
+        independent: readers of other data, which need not keep in step with the named one, and
+            external sources that are functions of the number that DALI gives them.
         what: named in errors.
     """
     readers = pipeline.reader_meta()
     if reader_name not in readers:
         raise ValueError(f"{what}: there is no reader {reader_name!r}, only {sorted(readers)}")
-    if unknown := sorted(set(independent) - (set(readers) - {reader_name})):
-        raise ValueError(f"{what}: there are no other readers {unknown}, only {sorted(readers)}")
+    operators = operators_of(pipeline)
+    external = {operator.name: operator for operator in operators if operator.is_external}
+    others = (set(readers) | set(external)) - {reader_name}
+    if unknown := sorted(set(independent) - others):
+        raise ValueError(f"{what}: there are no other sources {unknown}, only {sorted(others)}")
     named = readers[reader_name]
     for name in (reader_name, *sorted(set(readers) - {reader_name})):
         meta = readers[name]
@@ -113,15 +123,19 @@ def check_readers(
                 f"{named['epoch_size']}: they drift apart. If they are of other data, pass "
                 f"independent=[{name!r}]"
             )
-    operators = operators_of(pipeline)
     _check_orders(operators, reader_name, set(readers) - set(independent), what)
-    for operator in operators:
-        if operator.is_external:
-            raise ValueError(
-                f"{what}: {operator} beside the reader is not part of DALI's checkpoint, so it "
-                "would begin anew after a resume while the reader goes on. Read what it gives with "
-                "a reader, or use ResumableDALILoader, whose labels and random numbers are in step"
-            )
+    for name, operator in sorted(external.items()):
+        if operator.is_numbered and name in independent:
+            continue
+        way_out = (
+            f", or, if its function depends on nothing but the number that it is given, pass "
+            f"independent=[{name!r}]" if operator.is_numbered else ""
+        )  # fmt: skip
+        raise ValueError(
+            f"{what}: {operator} beside the reader is not part of DALI's checkpoint, so it would "
+            "begin anew after a resume while the reader goes on. Read what it gives with a reader, "
+            f"or use ResumableDALILoader, whose labels and random numbers are in step{way_out}"
+        )
 
 
 def _check_orders(

@@ -38,7 +38,8 @@ def check_native_reader(
         reader_name: ``name=`` of the reader in the pipeline that says how long an epoch is.
         rank: which shard the readers should read first.
         world_size: into how many shards they should cut the data.
-        independent: names of readers of other data, whose length and order may differ.
+        independent: names of readers of other data, whose length and order may differ, and of
+            external sources that are functions of the number that DALI gives them.
     """
     check_readers(
         pipeline,
@@ -70,7 +71,8 @@ class ResumableDALIReader:
         world_size: data-parallel ranks; tell both or neither.
         dataset_id: what the data is, in your words; a state is not loaded into other data.
         independent: names of readers of other data (not labelled, say), whose length and order may
-            differ. Only the items of ``reader_name`` come once per epoch; the others go on exactly.
+            differ, and of external sources that are functions of the number that DALI gives them.
+            Only the items of ``reader_name`` come once per epoch; the others go on exactly.
 
     Raises:
         ImportError: DALI is not installed.

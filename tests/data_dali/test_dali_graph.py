@@ -130,7 +130,7 @@ def test_readers_of_other_data_are_exact_if_it_is_said(paths, second):
 
 @pytest.mark.parametrize("name", ["Mask", "Images"])
 def test_a_name_of_no_other_reader_is_refused(paths, name):
-    with pytest.raises(ValueError, match="no other readers"):
+    with pytest.raises(ValueError, match="no other sources"):
         reader_of(paths, {}, independent=[name])
 
 
@@ -143,6 +143,35 @@ def test_an_external_source_beside_a_reader_is_refused_by_name(paths, named):
     said = r"external_source '(Weights|__ExternalSource_\d+)' beside the reader"
     with pytest.raises(ValueError, match=said):
         reader_of(paths, more=weights)
+
+
+def by_sample(_):
+    return fn.external_source(
+        source=lambda info: np.array([info.idx_in_epoch]), batch=False, name="Extra"
+    )
+
+
+def by_batch(_):
+    return fn.external_source(
+        source=lambda info: np.full((8, 1), info.iteration), batch_info=True, name="Extra"
+    )
+
+
+@pytest.mark.parametrize("extra", [by_sample, by_batch])
+def test_an_external_source_that_is_a_function_of_its_number_is_exact_if_it_is_said(paths, extra):
+    with pytest.raises(ValueError, match=r"'Extra' beside the reader .*independent=\['Extra'\]"):
+        reader_of(paths, more=extra)
+    wanted, found = went_on(lambda: reader_of(paths, more=extra, independent=["Extra"]))
+    assert found == wanted
+
+
+@pytest.mark.filterwarnings("ignore:Checkpointing enabled in a pipeline with external source")
+def test_one_that_is_no_such_function_is_refused_whatever_is_said(paths):
+    def counted(_):
+        return fn.external_source(source=lambda: np.zeros((8, 1)), name="Extra")
+
+    with pytest.raises(ValueError, match=r"'Extra' beside the reader .* are in step$"):
+        reader_of(paths, more=counted, independent=["Extra"])
 
 
 @pytest.mark.parametrize("seed", [None, 11])
