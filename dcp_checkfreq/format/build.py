@@ -8,6 +8,7 @@ advance (`_Budget`): a list of a million elements that is mentioned a million ti
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import operator
 import pathlib
@@ -45,6 +46,7 @@ _FORMATS = {
     MemoryFormat.TORCH_PRESERVE_FORMAT: torch.preserve_format,
 }
 _PROPERTIES = set(range(5, 20))  # torch 2.15 has a sixth, which none before it knows
+_HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorProperties)}
 _PROPERTY_TYPES = (torch.dtype, torch.layout, bool, MemoryFormat, bool)
 _LARGEST_ITEM_BYTES = 16
 _MISSING = object()
@@ -282,7 +284,21 @@ def _properties(things: list[Any]) -> list[TensorProperties]:
             odd = next(one for one in column if type(one) is not kind)
             raise OddPickle(f"{_kind(odd)} is where a {kind.__name__} should be")
     columns[3] = [_FORMATS[memory_format] for memory_format in columns[3]]
-    return list(map(TensorProperties, *columns)) if states else []
+    built = list(map(TensorProperties, *columns)) if states else []
+    if _HAS_STRIDES:
+        for properties, state in zip(built, states, strict=True):
+            setattr(properties, "strides", _strides(state[5:]))  # noqa: B010  not in older torch
+    return built
+
+
+def _strides(rest: tuple[Any, ...]) -> tuple[int, ...] | None:
+    """Return the sixth field if it is what torch 2.15 has there. An older torch looks at none."""
+    strides = rest[0] if rest else None
+    if type(strides) is not tuple or len(strides) > _MOST_DIMS:
+        return None
+    if not all(type(stride) is int and 0 <= stride <= LARGEST for stride in strides):
+        return None
+    return strides
 
 
 # --- where the bytes are -------------------------------------------------------------------

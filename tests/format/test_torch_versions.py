@@ -21,6 +21,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqSavePlanner, CheckFreqWriter
+from dcp_checkfreq.format import build
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.publish.assemble import assemble
 from dcp_checkfreq.shards.layout import RankReport
@@ -100,6 +101,18 @@ def test_we_read_it_and_what_stock_wrote(written):
         metadata, _ = metadata_format.load(data, "/runs/step_7")
         got = metadata.state_dict_metadata["model.weight"].properties
         assert (got.dtype, got.requires_grad) == (torch.bfloat16, True)
+
+
+@pytest.mark.parametrize("strides", [(1, 3), (), None, [1, 3], (-1, 3), ("1", 3), (1,) * 300, 3])
+def test_strides_of_stock_are_read_where_this_torch_has_them(strides, monkeypatch):
+    monkeypatch.setattr(stock_metadata, "TensorProperties", Six)
+    monkeypatch.setattr(build, "TensorProperties", Six)
+    monkeypatch.setattr(build, "_HAS_STRIDES", True)
+    metadata = small_metadata()
+    metadata.state_dict_metadata["model.weight"].properties = Six(strides=strides)
+    read, _ = metadata_format.load(pickle.dumps(metadata, protocol=4), "/runs/step_7")
+    wanted = strides if strides in ((1, 3), ()) else None  # the others are no strides
+    assert read.state_dict_metadata["model.weight"].properties.strides == wanted
 
 
 def test_what_the_installed_torch_wrote_with_us_has_five_fields(tmp_path):
