@@ -9,9 +9,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dcp_checkfreq.app_state import PerRank as PerRank
     from dcp_checkfreq.checkpointer import Checkpointer as Checkpointer
-    from dcp_checkfreq.checkpointer import SaveRecord as SaveRecord
     from dcp_checkfreq.errors import (
         BadLocation as BadLocation,
     )
@@ -101,22 +99,26 @@ if TYPE_CHECKING:
     )
     from dcp_checkfreq.latest import Found as Found
     from dcp_checkfreq.latest import find_latest_valid as find_latest_valid
+    from dcp_checkfreq.loading import load_part as load_part
     from dcp_checkfreq.planner import CheckFreqLoadPlanner as CheckFreqLoadPlanner
     from dcp_checkfreq.planner import CheckFreqSavePlanner as CheckFreqSavePlanner
     from dcp_checkfreq.reader import CheckFreqReader as CheckFreqReader
     from dcp_checkfreq.restoring import Restored as Restored
+    from dcp_checkfreq.save_record import SaveRecord as SaveRecord
+    from dcp_checkfreq.state.per_rank import PerRank as PerRank
     from dcp_checkfreq.writer import CheckFreqWriter as CheckFreqWriter
 
 _HOMES = {
     "Checkpointer": "checkpointer",
     "Restored": "restoring",
-    "SaveRecord": "checkpointer",
-    "PerRank": "app_state",
+    "SaveRecord": "save_record",
+    "PerRank": "state.per_rank",
     "CheckFreqWriter": "writer",
     "CheckFreqReader": "reader",
     "CheckFreqSavePlanner": "planner",
     "CheckFreqLoadPlanner": "planner",
     "find_latest_valid": "latest",
+    "load_part": "loading",
     "Found": "latest",
 } | dict.fromkeys(
     [

@@ -8,14 +8,12 @@ import os
 import signal
 import uuid
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, MutableMapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 from dcp_checkfreq import options
 from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.dropped import Holdings
 from dcp_checkfreq.errors import (
@@ -37,11 +35,15 @@ from dcp_checkfreq.policy.retention import Retention
 from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.recovery.unfinished import Unfinished
+from dcp_checkfreq.registered import Registered
 from dcp_checkfreq.restoring import Restored, Restorer
 from dcp_checkfreq.root_check import check_root
+from dcp_checkfreq.save_record import SaveRecord, told
 from dcp_checkfreq.saving import Saver
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.pool import drop_device_pools
+from dcp_checkfreq.state.app_state import AppState
+from dcp_checkfreq.state.restoration import Selection
 from dcp_checkfreq.step_times import StepTimes
 from dcp_checkfreq.stopping import Job, Stopping
 from dcp_checkfreq.storage.forwarding import noted
@@ -56,23 +58,6 @@ _HISTORY = 1000  # saves that are remembered
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 Snapshots = Literal["auto", "cpu", "gpu", "blocking"]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveRecord:
-    """One save as this rank saw it. Bytes and seconds are of this rank."""
-
-    step: int
-    interval_steps: int | None  # k when it began; None while profiling
-    mode: str  # how the snapshot was copied: "cpu", "gpu" or "blocking"
-    state_bytes: int  # tensors that this rank holds
-    copied_bytes: int  # of these, what it copied because no other rank writes it
-    blocked_s: float  # the loop was held up in `after_step` or `save`
-    waited_s: float  # the update after it waited for the copy
-    copy_s: float  # Tc or Tg
-    persist_s: float  # Ts: from copied to published, waiting for the clean-up before it included
-    overhead: float | None  # share of training time that saving cost in the interval before
-    error: str | None
 
 
 class Checkpointer:
@@ -218,6 +203,10 @@ class Checkpointer:
                 allow_pickle=allow_pickle,
             )
             self._planner = CheckFreqSavePlanner(allow_pickle=allow_pickle, clock=self._clock)
+            self._parts = Registered(
+                self._state, self._agree, self._planner, allow_pickle=allow_pickle
+            )
+            self._parts.check()
             self._times = StepTimes(self._clock, gpu=self._state.gpu())
             self._guard = Guard(
                 self._state.optimizers(),
@@ -284,17 +273,34 @@ class Checkpointer:
 
     @one_at_a_time
     def restore(
-        self, step: int | None = None, *, depth: Depth = "size", fresh_start: bool = False
+        self,
+        step: int | None = None,
+        *,
+        depth: Depth = "size",
+        fresh_start: bool = False,
+        only: Collection[str] | None = None,
+        optional: Collection[str] = (),
+        rename: Mapping[str, str] | None = None,
+        strict: bool = True,
     ) -> Restored | None:
         """Put the newest whole checkpoint into the state, and go on from it.
 
         A checkpoint that turns out damaged while it is read is passed over for the next older one.
+        All of it is read and compared before the first live value is touched; a restore that fails
+        leaves them as they were.
 
         Args:
             step: this step instead of the newest. Newer ones are then an abandoned branch: this
                 run, and those that go on from it, never come back to them.
             depth: "digest" reads and checks everything before choosing.
             fresh_start: start from nothing although checkpoints are there.
+            only: names of parts to restore; the others keep what they have.
+            optional: names of parts that keep what they have if the checkpoint lacks them.
+            rename: what is called otherwise in the checkpoint, by its name here, up to a dot:
+                ``{"ema": "model"}``, ``{"model.body": "model.encoder"}``.
+            strict: tensors and values of a part that are missing in the checkpoint, that are not
+                there any more, or that were saved with another dtype are an error. Otherwise they
+                are logged, listed in `Restored.differences` and left out, or cast.
 
         Returns:
             What was restored, or None for a fresh start.
@@ -312,7 +318,12 @@ class Checkpointer:
             self._guard.wait()
         with self._agree.region("restoring"):
             self._agree.same({"step": step, "depth": depth, "fresh_start": fresh_start})
-            choice, restored, unfinished = self._restorer.run(step, depth, fresh_start=fresh_start)
+            choice, restored, unfinished = self._restorer.run(
+                step,
+                depth,
+                fresh_start=fresh_start,
+                selection=Selection(only, optional, rename or {}, strict),
+            )
             self._own_steps.go_on_from(choice)
             self.last_saved_step = None if restored is None else restored.step
             self.step = self.last_saved_step or 0
@@ -347,6 +358,8 @@ class Checkpointer:
         self.step = done
         self._pacer.counted()
         try:
+            if not self._saver.is_busy:
+                self._parts.check_optimizers_once()
             ended = self._saver.ended(done)
             if ended is not None:
                 self._act_on(ended)
@@ -428,7 +441,7 @@ class Checkpointer:
 
         self._saver.begin(
             step,
-            self._state.capture,
+            self._parts.capture,
             lambda: self._own_steps.writer(step),
             measured=measured,
             profile=profile,
@@ -466,7 +479,7 @@ class Checkpointer:
         error = ended.error
         if error is None:
             if self._agree.rank == 0:
-                _log.info("step %d saved: %s", ended.step, _told(self._history[-1]))
+                _log.info("step %d saved: %s", ended.step, told(self._history[-1]))
             self.last_saved_step = ended.step
             self.failures_in_a_row = 0
             return
@@ -570,14 +583,6 @@ class Checkpointer:
                 raise
             # Of whatever class it is, the user's own error must come out.
             report(_log.error, "while leaving because of another error: %s", text_of(failed))
-
-
-def _told(save: SaveRecord) -> str:
-    return (
-        f"{save.copied_bytes / 1e6:.1f} MB of this rank copied in {save.copy_s:.3f} s "
-        f"({save.mode}), published {save.persist_s:.3f} s later; training was held up for "
-        f"{save.blocked_s + save.waited_s:.3f} s"
-    )
 
 
 def _published(own_steps: OwnSteps, pacer: Pacer) -> Callable[[int], None]:

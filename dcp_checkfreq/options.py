@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import numbers
 import reprlib
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping
 from dataclasses import dataclass
 
 
@@ -166,7 +166,36 @@ CHECKPOINTER: Rules = {
     "clock": CLOCK.or_none(),
 }
 
-RESTORE: Rules = {"step": whole(0).or_none(), "depth": DEPTH, "fresh_start": FLAG}
+_NAMES = Rule(
+    "a list of names",
+    lambda value: isinstance(value, Collection) and not isinstance(value, str | bytes),
+    lambda value: all(isinstance(name, str) for name in value),  # type: ignore[attr-defined]
+)
+_RENAME = Rule(
+    "a mapping of names here to names in the checkpoint",
+    lambda value: isinstance(value, Mapping),
+    lambda value: all(isinstance(one, str) for pair in value.items() for one in pair),  # type: ignore[attr-defined]
+)
+
+RESTORE: Rules = {
+    "step": whole(0).or_none(),
+    "depth": DEPTH,
+    "fresh_start": FLAG,
+    "only": _NAMES.or_none(),
+    "optional": _NAMES,
+    "rename": _RENAME.or_none(),
+    "strict": FLAG,
+}
+LOAD_PART: Rules = {
+    "path": ANYTHING,  # see `open_tier`
+    "name": Rule("the name of a part", lambda value: isinstance(value, str)),
+    "into": having("a module or an object with state_dict", "state_dict", "load_state_dict"),
+    "strict": FLAG,
+    "rename": _RENAME.or_none(),
+    "allow_pickle": FLAG,
+    "threads": whole(1),
+    "storage_options": OPTIONS.or_none(),
+}
 SAVE: Rules = {"wait": FLAG, "check_replicas": FLAG}
 AFTER_STEP: Rules = {"step": whole(0).or_none()}
 

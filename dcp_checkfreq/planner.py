@@ -64,6 +64,7 @@ class _Facts:
     token: str | None  # of the kept plan that this rank would use; None: its plan is attached
     name: str  # of the checkpoint that this rank is saving
     digests: Mapping[str, int] = field(default_factory=dict)  # of values that ranks must share
+    no_replicas: frozenset[str] = frozenset()  # keys of what may differ: the first rank's counts
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,6 +117,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self._check_tensors = True
         self._is_partial = False
         self._ranks: int | None = None
+        self._no_replicas: frozenset[str] = frozenset()
         self._where = self._name = ""
 
     @property
@@ -131,6 +133,13 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
     def expect_partial(self, is_partial: bool) -> None:
         """Say whether the next state has meta tensors in place of what other ranks write."""
         self._is_partial = is_partial
+
+    def expect_no_replicas(self, keys: frozenset[str]) -> None:
+        """Say of which flat keys each rank has a value of its own, and the first rank's is kept.
+
+        Such are the buffers of modules under DDP: each rank makes them from its own batches.
+        """
+        self._no_replicas = keys
 
     def expect_ranks(self, ranks: int) -> None:
         """Say how many ranks save together. DCP takes a rank for alone once its group is gone."""
@@ -176,8 +185,10 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
             for key, stream in self._streams.items():
                 look_up = functools.partial(self.state_dict.get, key)
                 self._values.check(key, stream, self._where, look_up, digests[key])
+        shared = {key: value for key, value in self.state_dict.items() if not self._may_differ(key)}
+        digests = {key: value for key, value in digests.items() if key in shared}
         if self._check_tensors:
-            digests |= _tensor_digests(self.state_dict)
+            digests |= _tensor_digests(shared)
         # Put back only when the plan worked: after a failed save this rank sends its whole plan.
         kept, self._kept = self._kept, None
         if kept is not None and kept.signature == self._signature:
@@ -188,8 +199,13 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self._candidate = None
         plan = super().create_local_plan()
         return dataclasses.replace(
-            plan, planner_data=_Facts(plan.planner_data, None, self._name, digests), usable=True
+            plan,
+            planner_data=_Facts(plan.planner_data, None, self._name, digests, self._no_replicas),
+            usable=True,
         )
+
+    def _may_differ(self, key: str) -> bool:
+        return key in self._no_replicas
 
     @tells_errors(SaveFailed, "planning")
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
@@ -223,7 +239,8 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
             else dataclasses.replace(plan, planner_data=fact.mappings)
             for rank, (plan, fact) in enumerate(zip(all_plans, facts, strict=True))
         ]
-        local_plans = _each_item_once(local_plans)
+        no_replicas = frozenset[str]().union(*(fact.no_replicas for fact in facts))
+        local_plans = _each_item_once(local_plans, no_replicas)
         token = uuid.uuid4().hex
         plans, metadata = super().create_global_plan(local_plans)
         self._kept_global = _KeptGlobalPlan(token, local_plans, copy.copy(metadata))
@@ -280,11 +297,22 @@ class FailingSavePlanner(CheckFreqSavePlanner):
         raise self._error
 
 
-def _each_item_once(plans: list[SavePlan]) -> list[SavePlan]:
-    """Give every item that several ranks hold to one of them; DCP's rule balances less well."""
-    chosen = share_out(
-        [{item.index: _bytes_of_item(item) for item in plan.items} for plan in plans]
-    )
+def _each_item_once(
+    plans: list[SavePlan], no_replicas: frozenset[str] = frozenset()
+) -> list[SavePlan]:
+    """Give every item that several ranks hold to one of them; DCP's rule balances less well.
+
+    Those that may differ go to the first that holds them: statistics of one kind come from one
+    rank.
+    """
+    taken: set[MetadataIndex] = set()
+    held: list[dict[MetadataIndex, int]] = []
+    for plan in plans:
+        mine = {item.index: _bytes_of_item(item) for item in plan.items}
+        first_come = {index for index in mine if index.fqn in no_replicas}
+        held.append({index: size for index, size in mine.items() if index not in taken})
+        taken |= first_come
+    chosen = share_out(held)
     return [
         dataclasses.replace(plan, items=[item for item in plan.items if item.index in mine])
         for plan, mine in zip(plans, chosen, strict=True)

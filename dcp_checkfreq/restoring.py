@@ -7,12 +7,11 @@ import functools
 import logging
 import os
 import uuid
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.errors import (
     BrokenMetadata,
@@ -26,7 +25,6 @@ from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.torch_private import dcp_load
 from dcp_checkfreq.local_copies import LocalCopies
 from dcp_checkfreq.patience import Asking
-from dcp_checkfreq.planner import CheckFreqLoadPlanner
 from dcp_checkfreq.reader import CheckFreqReader
 from dcp_checkfreq.recovery.choose import (
     Choice,
@@ -41,8 +39,13 @@ from dcp_checkfreq.recovery.root_id import make_root_id
 from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.recovery.unfinished import Unfinished
 from dcp_checkfreq.root_check import is_read_only
+from dcp_checkfreq.state.app_state import AppState
+from dcp_checkfreq.state.differences import Differences
+from dcp_checkfreq.state.restoration import Restoration, Selection, Unexpected
 from dcp_checkfreq.storage.forwarding import noted
 from dcp_checkfreq.storage.tier import Tier
+from dcp_checkfreq.told import Wrap
+from dcp_checkfreq.wanted_planner import WantedPlanner
 
 _log = logging.getLogger(__name__)
 
@@ -58,6 +61,11 @@ class Restored:
     passed_over: tuple[str, ...]  # newer steps that were not whole, with the reason
     bytes_read: int = 0  # from the storage, by this rank
     bytes_received: int = 0  # from other ranks instead, if reads are shared
+    differences: Mapping[str, Differences] = field(
+        default_factory=dict
+    )  # by part, with strict=False
+    left_out: tuple[str, ...] = ()  # parts of the checkpoint that are not registered
+    absent: tuple[str, ...] = ()  # optional parts that it does not have
 
 
 class Restorer:
@@ -101,7 +109,12 @@ class Restorer:
         self.bytes_read = self.bytes_received = 0  # of the last load
 
     def run(
-        self, step: int | None, depth: Depth, *, fresh_start: bool
+        self,
+        step: int | None,
+        depth: Depth,
+        *,
+        fresh_start: bool,
+        selection: Selection = Selection(),  # noqa: B008  it is frozen
     ) -> tuple[Choice, Restored | None, Unfinished | None]:
         """Restore, and return what was chosen, and what of it is still to be uploaded.
 
@@ -134,7 +147,7 @@ class Restorer:
                 if not local.is_at_hand:
                     local = None  # it is published now
             try:
-                files = self._load(record.name, record.step, local)
+                files, done = self._load(record.name, record.step, local, selection)
             except (BrokenShard, BrokenMetadata) as damage:  # on all ranks
                 if local is not None and isinstance(damage, BrokenShard):
                     _log.warning("%s; its upload is not finished", damage)
@@ -159,6 +172,9 @@ class Restorer:
                 passed_over,
                 self.bytes_read,
                 self.bytes_received,
+                {name: one for name, one in done.differences.items() if one},
+                tuple(done.left_out),
+                tuple(done.absent),
             )
             return choice, restored, local
 
@@ -297,7 +313,9 @@ class Restorer:
             return error.errno in (errno.ENOSPC, errno.EDQUOT)
         return True
 
-    def _load(self, name: str, step: int, local: Unfinished | None) -> frozenset[str]:
+    def _load(
+        self, name: str, step: int, local: Unfinished | None, selection: Selection
+    ) -> tuple[frozenset[str], Restoration]:
         """Load a checkpoint into the state; return its files, as far as they are known."""
         folder = self._root.child(name)
 
@@ -328,16 +346,40 @@ class Restorer:
                 agreement=self._agree,
             )
             reader.watchdog = self._agree.watchdog
-            target = self._state.targets(known[0], folder.location)
+            restoration = self._state.restoration(known[0], folder.location, selection)
+        self._settle(restoration, wrap)
         with self._agree.dcp("loading", folder.location, wrap=wrap):
             dcp_load(
-                target,
+                {"wanted": None},  # the planner knows what is; DCP refuses an empty one
                 storage_reader=reader,
-                planner=CheckFreqLoadPlanner(allow_pickle=self._allow_pickle),
+                planner=WantedPlanner(restoration.wanted, allow_pickle=self._allow_pickle),
                 process_group=self._agree.group,
                 no_dist=self._agree.is_alone,
             )
         self.bytes_read, self.bytes_received = reader.bytes_read, reader.bytes_received
+        self._put_back(restoration, step, wrap)
+        return frozenset(known[1].files if known[1] is not None else ()), restoration
+
+    def _settle(self, restoration: Restoration, wrap: Wrap) -> None:
+        """Find out what of the checkpoint no rank has a place for."""
+        found = self._agree.combine(
+            "comparing parts", restoration.unexpected, Unexpected.of_all, wrap=wrap
+        )
+        with self._agree.region("comparing parts", wrap=wrap):
+            restoration.settle(found)
+
+    def _put_back(self, restoration: Restoration, step: int, wrap: Wrap) -> None:
+        """Put what was loaded into the live state, on all ranks, or leave all as it was."""
+        with self._agree.region("comparing what was loaded", wrap=wrap):
+            restoration.check()
+        self._settle(restoration, wrap)
+        try:
+            with self._agree.region("putting back what was loaded", wrap=wrap):
+                restoration.put_where_it_may_fail(step)
+        except BaseException:
+            restoration.undo()
+            raise
         with self._agree.region("putting back what was loaded", wrap=wrap):
-            self._state.restore(target, step)
-        return frozenset(known[1].files if known[1] is not None else ())
+            restoration.put_the_rest()
+        if self._agree.rank == 0:
+            restoration.tell()

@@ -13,6 +13,7 @@ from dcp_checkfreq import (
     CheckFreqWriter,
     Checkpointer,
     find_latest_valid,
+    load_part,
     options,
 )
 from dcp_checkfreq.testing import ManualClock, MemoryTier
@@ -25,6 +26,7 @@ TABLES = {
     CheckFreqWriter.__init__: options.WRITER,
     CheckFreqReader.__init__: options.READER,
     find_latest_valid: options.FIND_LATEST_VALID,
+    load_part: options.LOAD_PART,
 }
 CALLS = {
     "Checkpointer": (
@@ -38,6 +40,12 @@ CALLS = {
     "find_latest_valid": (
         options.FIND_LATEST_VALID,
         lambda root, **given: find_latest_valid(**{"root": root} | given),
+    ),
+    "load_part": (
+        options.LOAD_PART,
+        lambda root, **given: load_part(
+            **{"path": root, "name": "w", "into": torch.nn.Linear(1, 1)} | given
+        ),
     ),
 }
 OTHER = object()
@@ -85,6 +93,12 @@ BAD = {
     "no_dist": FLAG,
     "step": ["3", 2.0, True, -1, NAN, OTHER],
     "fresh_start": FLAG,
+    "only": ["model", b"model", [1], {"model": 1, 2: 3}, OTHER],
+    "optional": ["model", b"model", [1], OTHER],
+    "rename": ["model", ["model"], {"model": 1}, {1: "model"}, OTHER],
+    "strict": FLAG,
+    "name": [None, 7, b"model", OTHER],
+    "into": [None, 7, "model", {"weight": torch.ones(1)}, OTHER],
     "wait": FLAG,
     "check_replicas": FLAG,
 }

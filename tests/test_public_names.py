@@ -20,6 +20,7 @@ PUBLIC = {
     "CheckFreqSavePlanner",
     "CheckFreqLoadPlanner",
     "find_latest_valid",
+    "load_part",
     "Found",
     # the error tree
     "CheckFreqError",

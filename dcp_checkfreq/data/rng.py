@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 
-from dcp_checkfreq.app_state import PerRank
 from dcp_checkfreq.data import generators, global_rng
 from dcp_checkfreq.data.order import RANK_STREAM, derive, numpy_or_none
 from dcp_checkfreq.data.ranks import resolve
 from dcp_checkfreq.errors import DataStateError
+from dcp_checkfreq.state.per_rank import PerRank
 
 _log = logging.getLogger(__name__)
 

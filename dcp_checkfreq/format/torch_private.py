@@ -11,6 +11,7 @@
 | `state_dict_saver._save_state_dict`, `state_dict_loader._load_state_dict` | `save` and \
 `load` warn in every job of one process, which is an error under `python -W error`; and no warning \
 can be silenced for one thread only |
+| `Module._load_state_dict_*_hooks`, and those of `Optimizer` | whether user code runs in a load |
 | `Tensor._version` | the only sign that a tensor was changed in place while it was being copied |
 
 `tests/format/test_torch_private.py` notices when one of them goes.
@@ -46,6 +47,7 @@ __all__ = [
     "end_workers",
     "get_default_store",
     "get_layout",
+    "load_hooks_of",
     "versions_of",
 ]
 
@@ -110,6 +112,22 @@ def dcp_load(
         process_group=process_group,
         no_dist=no_dist,
     )
+
+
+def load_hooks_of(owner: torch.nn.Module | torch.optim.Optimizer) -> list[object]:
+    """Return the functions that run when a module or optimizer loads a state dict."""
+    names = (
+        ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+        if isinstance(owner, torch.nn.Module)
+        else (
+            "_optimizer_load_state_dict_pre_hooks",
+            "_optimizer_load_state_dict_post_hooks",
+        )
+    )
+    hooks = [hook for name in names for hook in getattr(owner, name, {}).values()]
+    # Torch wraps a module's hook that wants the module; a bound method has its function inside.
+    bare = (getattr(hook, "hook", hook) for hook in hooks)
+    return [getattr(hook, "__func__", hook) for hook in bare]
 
 
 def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:

@@ -9,7 +9,7 @@ from torch import nn
 from torch.optim.swa_utils import AveragedModel
 
 from dcp_checkfreq import CheckFreqLoadPlanner, CheckFreqReader
-from dcp_checkfreq.app_state import AppState
+from dcp_checkfreq.state.app_state import AppState
 
 WIDE = 520  # WIDE x WIDE floats are more than a MiB: less is not overlapped
 

@@ -268,16 +268,29 @@ def test_what_the_storage_raises_comes_out_as_an_error_of_this_package():
         assert raised.value.__cause__ is tier.error
 
 
-def test_what_the_users_own_state_raises_comes_out_as_it_is():
+@pytest.mark.parametrize("when", ["registered", "saved"])
+def test_what_the_users_own_state_raises_comes_out_as_it_is(when):
     class Part:
+        bad = when == "registered"
+
         def state_dict(self):
-            raise Odd
+            if self.bad:
+                raise Odd
+            return {}
 
         def load_state_dict(self, state):
             pass
 
-    with Checkpointer(MemoryTier(), {"p": Part()}, every=1) as ckpt, pytest.raises(Odd):
-        ckpt.after_step()
+    part = Part()
+    if when == "registered":
+        with pytest.raises(Odd) as raised:
+            Checkpointer(MemoryTier(), {"p": part}, every=1)
+        assert "'p'" in getattr(raised.value, "__notes__", ["'p'"])[0]
+        return
+    with Checkpointer(MemoryTier(), {"p": part}, every=1) as ckpt:
+        part.bad = True
+        with pytest.raises(Odd):
+            ckpt.after_step()
 
 
 def test_an_interrupt_while_closing_gives_back_all_the_same(monkeypatch):

@@ -383,10 +383,12 @@ def test_weights_that_change_in_the_forward_fail_loudly_and_are_saved_blocking(r
         optim = torch.optim.SGD(model.parameters(), lr=0.1)
         parts = {"model": model, "optim": optim}
         with checkpointer(root, parts, snapshot=snapshot) as ckpt:
+            model(torch.arange(100)).sum().backward()
+            optim.step()
             wanted = snapshot_of(parts)
             late.hold()
             ckpt.after_step()
-            model(torch.arange(100)).sum().backward()
+            model(torch.arange(100, 200)).sum().backward()
             optim.step()
             ckpt.wait()
         return ckpt, wanted

@@ -82,11 +82,8 @@ def test_after_a_refused_state_the_next_background_save_works(tmp_path):
 
 def test_checkpointer_refuses_a_wrapper_subclass_by_key(tmp_path):
     bad = QTensor(torch.zeros(200, 200, dtype=torch.int8), torch.tensor(0.5))
-    with (
-        Checkpointer(tmp_path, {"deep": {"w": bad}}, every=1) as ckpt,
-        pytest.raises(UnsupportedState, match="deep"),
-    ):
-        ckpt.after_step()
+    with pytest.raises(UnsupportedState, match=r"'deep\.w'"):
+        Checkpointer(tmp_path, {"deep": {"w": bad}}, every=1)
     assert find_latest_valid(tmp_path) is None
 
 
@@ -268,16 +265,16 @@ def test_an_optimizer_that_has_stepped_on_part_of_its_parameters_goes_on_alike(t
         assert torch.equal(ours, theirs)
 
 
-def test_state_of_a_parameter_that_is_frozen_now_is_never_dropped_in_silence(tmp_path, caplog):
+def test_state_of_a_parameter_that_is_frozen_now_comes_back(tmp_path):
     model, optimizer = two_linears()
     train(model, optimizer, 2)
     fresh_model, fresh_optimizer = two_linears()
     fresh_model[0].weight.requires_grad_(False)
     saved_and_restored(tmp_path, model, optimizer, fresh_model, fresh_optimizer)
-    assert "optim.state.0.weight.exp_avg" in caplog.text
     assert torch.equal(fresh_model[0].weight, model[0].weight)
-    kept = fresh_optimizer.state[fresh_model[1].weight]["exp_avg"]
-    assert torch.equal(kept, optimizer.state[model[1].weight]["exp_avg"])
+    for ours, theirs in zip(fresh_model.parameters(), model.parameters(), strict=True):
+        kept = fresh_optimizer.state[ours]["exp_avg"]
+        assert torch.equal(kept, optimizer.state[theirs]["exp_avg"])
 
 
 def test_an_empty_group_and_every_group_option_survive(tmp_path):
@@ -334,7 +331,7 @@ def test_six_parts_always_come_from_one_step_and_each_is_asked_once_per_save(tmp
             ckpt.after_step()
             for part in parts.values():  # training goes on while the save is being written
                 part.value = -step
-    assert {part.asked for part in parts.values()} == {4}
+    assert {part.asked for part in parts.values()} == {4 + 1}  # and once when it is registered
     for step in range(1, 5):
         fresh = {name: Part(99) for name in PARTS}
         with Checkpointer(tmp_path, fresh, every=1) as ckpt:

@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from dcp_checkfreq import Checkpointer
-from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.data import DataStateError, RNGState, seed_everything
+from dcp_checkfreq.state.app_state import AppState
+from dcp_checkfreq.state.packed import unpack
 
 BIT_GENERATORS = ["PCG64", "PCG64DXSM", "Philox", "SFC64", "MT19937"]
 
@@ -83,7 +84,7 @@ def test_each_rank_gets_its_own_back():
         wanted.append(draw())
     for rank in range(2):
         seed_everything(5)
-        AppState({"rng": RNGState(rank=rank)}, rank).restore(captured, 0)
+        RNGState(rank=rank).value = unpack(captured[f"rng/rank{rank}"])
         assert draw() == wanted[rank]
     assert wanted[0] != wanted[1]
 

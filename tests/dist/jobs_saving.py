@@ -192,9 +192,9 @@ def checkpointer_loses_a_rank(shared):
 def one_rank_cannot_copy_its_state(shared):
     """All ranks hear of it at that save, and their next saves still belong together."""
     rank = dist.get_rank()
-    part = PerRank(threading.Lock() if rank == 1 else 0)
+    part = PerRank(0)
     ckpt = Checkpointer(shared / "no_copy", {"part": part}, every=1, timeout_s=10)
-    ckpt.step = 1
+    part.value, ckpt.step = threading.Lock() if rank == 1 else 0, 1
     first = caught(lambda: ckpt.save(wait=True))
     part.value, ckpt.step = 100 + rank, 2
     second = caught(lambda: ckpt.save(wait=True))

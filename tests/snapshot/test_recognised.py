@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
-from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.snapshot.pool import BufferPool
 from dcp_checkfreq.snapshot.stager import Stager
 from dcp_checkfreq.snapshot.survey import Survey
+from dcp_checkfreq.state.app_state import AppState
 
 
 def recognised(before, after):

@@ -6,8 +6,8 @@ from torch import nn
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_checkfreq import CheckFreqSavePlanner, UnsupportedState
-from dcp_checkfreq.app_state import AppState
 from dcp_checkfreq.snapshot.survey import Survey
+from dcp_checkfreq.state.app_state import AppState
 
 
 def training():

@@ -1,0 +1,183 @@
+"""Modules and optimizers under `FullyShardedDataParallel`: torch is asked for their state dicts.
+
+FSDP1 keeps flat parameters; only torch knows how to cut them apart. So states are those of
+`get_model_state_dict` and `get_optimizer_state_dict`, and go back by their counterparts. Torch
+makes the state of a fresh optimizer by a `step` without gradients before it loads one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+)
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.distributed.tensor import DTensor
+
+from dcp_checkfreq.errors import StateMismatch
+from dcp_checkfreq.state.differences import Differences, listed
+from dcp_checkfreq.state.part import Undo, tensor_described
+from dcp_checkfreq.state.saved import Lookup, Path, Renames, SavedState
+from dcp_checkfreq.state.tree import tree_of
+from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
+
+
+def is_fsdp1(module: torch.nn.Module) -> bool:
+    """Tell whether `state_dict()` would gather whole parameters from all ranks."""
+    return any(isinstance(one, FullyShardedDataParallel) for one in module.modules())
+
+
+class Fsdp1ModulePart:
+    """A registered module with FSDP1 in it."""
+
+    def __init__(self, name: str, module: torch.nn.Module) -> None:
+        self.name, self.module = name, module
+
+    def capture(self) -> dict[str, Any]:
+        """Return what torch makes of it."""
+        return get_model_state_dict(self.module)
+
+    no_replicas: frozenset[str] = frozenset()
+
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to save."""
+        return False
+
+    def describe(self) -> list[object]:
+        """Return kinds of all parameters and buffers."""
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return ["module", *([name, *tensor_described(tensor)] for name, tensor in tensors)]
+
+    def fill(
+        self, saved: SavedState, renames: Renames, wanted: Wanted
+    ) -> tuple[Fsdp1Fill, Differences]:
+        """See `Part.fill`."""
+        lookup, found = Lookup(saved, renames), Differences()
+        leaves: list[tuple[Path, WantedTensor | WantedValue]] = []
+        misfits = []
+        for fqn, live in self.capture().items():
+            saved_leaves = lookup.find(self.name, fqn)
+            if not saved_leaves:
+                found.missing.append(f"{self.name}.{fqn}")
+            for leaf in saved_leaves:
+                kept: Any = leaf.kept
+                if not (leaf.is_tensor and isinstance(live, torch.Tensor)):
+                    leaves.append(((fqn, *leaf.path[1:]), wanted.either(leaf)))
+                elif live.shape != kept.size:
+                    misfits.append(
+                        f"{fqn}: saved {list(kept.size)}, wanted {list(live.shape)} (shapes differ)"
+                    )
+                else:
+                    if live.dtype != kept.properties.dtype:
+                        found.cast.append(f"{self.name}.{fqn}")
+                    leaves.append(((fqn,), wanted.tensor(leaf, live)))
+        if misfits:
+            raise StateMismatch(saved.where, f"{self.name!r} does not fit: {listed(misfits)}")
+        found.unexpected += [leaf.key for leaf in lookup.unclaimed()]
+        options = StateDictOptions(strict=not found.missing)
+
+        def put(state: dict[str, Any]) -> None:
+            set_model_state_dict(self.module, state, options=options)
+
+        def keep() -> Undo:
+            now = _copied(self.capture())
+            return lambda: put(now)
+
+        return Fsdp1Fill(leaves, put, keep), found
+
+
+class Fsdp1OptimizerPart:
+    """A registered optimizer of a module with FSDP1 in it."""
+
+    def __init__(
+        self, name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]
+    ) -> None:
+        self.name, self.optimizer = name, optimizer
+        wanted = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        holders = {
+            part: module
+            for part, module in modules.items()
+            if wanted & {id(one) for one in module.parameters()}
+        }
+        first = next(iter(holders.values()))
+        whole = {id(one) for one in first.parameters()} >= wanted
+        self._owner = first if whole else torch.nn.ModuleDict(holders)
+
+    def capture(self) -> dict[str, Any]:
+        """Return what torch makes of it; nothing of one that was never stepped."""
+        if not self.optimizer.state:
+            return {"state": {}, "param_groups": []}
+        return dict(get_optimizer_state_dict(self._owner, self.optimizer))
+
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to save."""
+        return False
+
+    def describe(self) -> list[object]:
+        """Return its kind."""
+        return ["optimizer", type(self.optimizer).__qualname__]
+
+    def fill(
+        self, saved: SavedState, renames: Renames, wanted: Wanted
+    ) -> tuple[Fsdp1Fill, Differences]:
+        """See `Part.fill`."""
+        parameters = get_model_state_dict(self._owner)
+        leaves: list[tuple[Path, WantedTensor | WantedValue]] = []
+        part, _ = renames.saved_name(self.name)
+        for leaf in saved.parts.get(part, ()):
+            like = parameters.get(str(leaf.path[1])) if len(leaf.path) > 2 else None
+            kept: Any = leaf.kept
+            if leaf.is_tensor and isinstance(like, DTensor) and like.shape == kept.size:
+                leaves.append((leaf.path, wanted.tensor(leaf, like)))
+            else:
+                leaves.append((leaf.path, wanted.either(leaf)))
+
+        def put(state: dict[str, Any]) -> None:
+            if state.get("param_groups"):
+                set_optimizer_state_dict(self._owner, self.optimizer, {"state": {}, **state})
+
+        def keep() -> Undo:
+            now = _copied(self.capture())
+            return lambda: put(now)
+
+        return Fsdp1Fill(leaves, put, keep), Differences()
+
+
+class Fsdp1Fill:
+    """A part that torch puts back."""
+
+    def __init__(self, leaves: Any, put: Any, keep: Any) -> None:
+        self._leaves, self._put, self._keep = leaves, put, keep
+        self.claimed = {one.leaf.key for _, one in leaves}
+
+    def check(self) -> None:
+        """Torch does, when it loads."""
+
+    may_fail = True
+
+    def keep(self) -> Undo:
+        """Copy what is there now."""
+        undo: Undo = self._keep()
+        return undo
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Let torch put it back."""
+        self._put(tree_of(self._leaves))
+
+
+def _copied(value: Any) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.detach().clone()
+    if isinstance(value, dict):
+        return {key: _copied(inner) for key, inner in value.items()}
+    if isinstance(value, list):
+        return [_copied(inner) for inner in value]
+    return value

@@ -1,0 +1,223 @@
+"""A module as a part: its state dict under FQNs.
+
+What a key is called is looked up once, and again when keys or modules have changed: a walk takes
+longer than all else that a save does on the training thread. Values always come from
+`state_dict()`, so hooks run every time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
+
+from dcp_checkfreq.errors import StateMismatch
+from dcp_checkfreq.format.torch_private import load_hooks_of
+from dcp_checkfreq.shards.codec import local_of
+from dcp_checkfreq.state.differences import Differences, listed
+from dcp_checkfreq.state.names import fqn_of, fqns_of
+from dcp_checkfreq.state.packed import is_packed, pack, unpack
+from dcp_checkfreq.state.part import Undo, is_same, is_trusted, tensor_described
+from dcp_checkfreq.state.saved import Leaf, Lookup, Renames, SavedState
+from dcp_checkfreq.state.tree import tree_of
+from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
+
+_EXTRA_STATE = "_extra_state"
+
+
+class ModulePart:
+    """A registered module.
+
+    Args:
+        name: of the part.
+        module: whose state is meant.
+    """
+
+    def __init__(self, name: str, module: nn.Module) -> None:
+        self.name = name
+        self.module = module
+        self._learned_from: object = None
+        self._fqns: dict[str, str] = {}  # by key
+        self._no_replicas: frozenset[str] = frozenset()
+
+    @torch.no_grad()
+    def capture(self) -> dict[str, Any]:
+        """Return the state dict under FQNs. Tensors are the live ones, detached."""
+        own = self.own()
+        for key, value in list(own.items()):
+            if isinstance(value, torch.Tensor):
+                if is_lazy(value):
+                    del own[key]  # it has nothing yet
+            elif isinstance(value, (dict, list)):
+                own[key] = pack(value)  # DCP would take it apart
+        for key, fqn in self._fqns.items():
+            if key != fqn and key in own:
+                own[fqn] = own.pop(key)
+        return own
+
+    def own(self) -> dict[str, Any]:
+        """Return the state dict as the module makes it, its keys looked up."""
+        own: dict[str, Any] = self.module.state_dict()
+        learned_from = list(own), list(map(type, self.module.modules()))
+        if learned_from != self._learned_from:
+            self._fqns = fqns_of(self.module, own)
+            named = {fqn_of(self.module, name) for name, _ in self._parameters()}
+            self._no_replicas = frozenset(self._fqns.values()) - named
+            self._learned_from = learned_from
+        return own
+
+    def _parameters(self) -> list[tuple[str, nn.Parameter]]:
+        return list(self.module.named_parameters(remove_duplicate=False))
+
+    @property
+    def no_replicas(self) -> frozenset[str]:
+        """FQNs of what may differ between ranks of DDP: buffers and extra state; rank 0's count."""
+        return self._no_replicas
+
+    def is_empty(self) -> bool:
+        """Tell whether the state dict has nothing in it."""
+        return not self.own()
+
+    def describe(self) -> list[object]:
+        """Return kinds of all parameters and buffers."""
+        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
+        return ["module", *([name, *tensor_described(tensor)] for name, tensor in tensors)]
+
+    def fill(
+        self, saved: SavedState, renames: Renames, wanted: Wanted
+    ) -> tuple[ModuleFill, Differences]:
+        """See `Part.fill`."""
+        lookup = Lookup(saved, renames)
+        own = self.own()
+        fill = ModuleFill(self, own, saved.where)
+        misfits: list[str] = []
+        for key, live in own.items():
+            leaves = lookup.find(self.name, self._fqns[key])
+            if leaves:
+                misfits += fill.want(key, self._fqns[key], live, leaves, wanted)
+            elif not (isinstance(live, torch.Tensor) and is_lazy(live)):
+                fill.differences.missing.append(f"{self.name}.{self._fqns[key]}")
+        if misfits:
+            raise StateMismatch(saved.where, f"it does not fit: {listed(misfits)}")
+        fill.differences.unexpected += [leaf.key for leaf in lookup.unclaimed()]
+        return fill, fill.differences
+
+
+class ModuleFill:
+    """A module that is being restored."""
+
+    def __init__(self, part: ModulePart, own: dict[str, Any], where: str) -> None:
+        self._part, self._own, self._where = part, own, where
+        self.differences = Differences()
+        self.claimed: set[str] = set()
+        self._fqns: dict[str, str] = {}  # of what is loaded, by key
+        self._cast: set[str] = set()
+        self._tensors: dict[str, WantedTensor] = {}
+        self._values: dict[str, list[tuple[Leaf, WantedTensor | WantedValue]]] = {}
+
+    def want(self, key: str, fqn: str, live: Any, leaves: list[Leaf], wanted: Wanted) -> list[str]:
+        """Have a key loaded; return what does not fit."""
+        self._fqns[key] = fqn
+        self.claimed.update(leaf.key for leaf in leaves)
+        name = f"{self._part.name}.{fqn}"
+        if key.rpartition(".")[2] == _EXTRA_STATE or not isinstance(live, torch.Tensor):
+            # Whatever it is now: it is of any kind, and of a size of its own.
+            self._values[key] = [(leaf, wanted.either(leaf)) for leaf in leaves]
+            return []
+        (leaf,) = leaves if len(leaves) == 1 else (None,)
+        if leaf is None or not leaf.is_tensor or len(leaf.path) > 1:
+            return [f"{name} is a tensor, and was not saved as one"]
+        if is_lazy(live):
+            self._tensors[key] = wanted.tensor(leaf)
+            return []
+        if live.is_meta:
+            return [f"{name} is a meta tensor: materialise it first (`module.to_empty(...)`)"]
+        kept: Any = leaf.kept
+        if live.shape != kept.size:
+            return [f"{name}: saved {list(kept.size)}, wanted {list(live.shape)} (shapes differ)"]
+        if live.dtype != kept.properties.dtype:
+            self.differences.cast.append(f"{name} ({kept.properties.dtype} as {live.dtype})")
+            self._cast.add(key)
+        self._tensors[key] = wanted.tensor(leaf, live)
+        return []
+
+    def check(self) -> None:
+        """All was seen before it was loaded."""
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether the module, or a hook, has a say in how it is loaded."""
+        return any(map(_has_a_say, self._part.module.modules()))
+
+    @torch.no_grad()
+    def keep(self) -> Undo:
+        """Copy what is there now to the host."""
+        own = self._part.module.state_dict()
+        locals_ = {
+            key: local_of(value).detach().to("cpu", copy=True)
+            for key, value in own.items()
+            if isinstance(value, torch.Tensor) and not is_lazy(value)
+        }
+
+        @torch.no_grad()
+        def undo() -> None:
+            for key, value in own.items():
+                if key in locals_:
+                    local_of(value).copy_(locals_[key])
+            others = {key: own[key] for key in own if key not in locals_}
+            if others:
+                self._part.module.load_state_dict(others, strict=False)
+
+        return undo
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Load the state dict into the module, and compare."""
+        module = self._part.module
+        state = module.state_dict()  # what hangs on it, such as versions, stays
+        for key in list(state):
+            if key in self._values:
+                value = tree_of([(leaf.path[1:], one) for leaf, one in self._values[key]])
+                state[key] = unpack(value) if is_packed(value) else value
+            elif key in self._tensors:
+                state[key] = _as_input(self._tensors[key], state[key])
+            else:
+                del state[key]
+        if self.differences.missing:
+            module.load_state_dict(state, strict=False)
+        else:
+            module.load_state_dict(state)
+        self._compare(module.state_dict())
+
+    def _compare(self, live: Mapping[str, Any]) -> None:
+        wrong = [
+            self._fqns[key]
+            for key, wanted in self._tensors.items()
+            if key not in self._cast and not is_same(live[key], wanted.tensor)
+        ]
+        if wrong:
+            raise StateMismatch(
+                self._where,
+                f"{self._part.name!r}: after `load_state_dict` these are not what was saved: "
+                f"{listed(wrong)}. Something in it, or a hook, changes them",
+            )
+
+
+def _as_input(wanted: WantedTensor, live: torch.Tensor) -> torch.Tensor:
+    """Return what `load_state_dict` shall copy. A shard is put into its place right away."""
+    if not isinstance(live, DTensor):
+        return wanted.tensor
+    live.to_local().copy_(wanted.tensor)
+    return live
+
+
+def _has_a_say(module: nn.Module) -> bool:
+    kind = type(module)
+    methods = (kind._load_from_state_dict, kind.load_state_dict, kind.set_extra_state)
+    if any(not is_trusted(method) for method in methods):
+        return True
+    return any(not is_trusted(hook) for hook in load_hooks_of(module))

@@ -1,0 +1,77 @@
+"""What a tensor of a module is called, whatever the module is wrapped in.
+
+Torch calls that its fully qualified name (FQN). DDP, DataParallel, FSDP, `torch.compile` and
+activation checkpointing put a module into another one, whose only child it is; the name of that
+child is left out, in any nesting. Some wrappers leave it out of their state dict by themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from torch import nn
+
+# Class (it or a base, of torch's own) to the name of its child. Most have no public name.
+_WRAPPERS = {
+    "DistributedDataParallel": "module",
+    "DataParallel": "module",
+    "FullyShardedDataParallel": "_fsdp_wrapped_module",
+    "OptimizedModule": "_orig_mod",
+    "ActivationWrapper": "_checkpoint_wrapped_module",
+}
+_SEGMENTS = frozenset(_WRAPPERS.values())
+
+
+def inner_of(module: object) -> tuple[str, nn.Module] | None:
+    """Return the name of a wrapper's child, and the child; None for any other module."""
+    for kind in type(module).__mro__:
+        name = _WRAPPERS.get(kind.__name__)
+        if name is not None and kind.__module__.partition(".")[0] == "torch":
+            child = vars(module)["_modules"].get(name)
+            return None if child is None else (name, child)
+        if kind is nn.Module:
+            break
+    return None
+
+
+def fqn_of(root: nn.Module, key: str) -> str:
+    """Return the FQN of a key of the root's state dict, or of one of its parameters."""
+    at: object = root
+    kept: list[str] = []
+    for segment in key.split("."):
+        is_wrapper_s = False
+        while (inner := inner_of(at)) is not None:
+            name, at = inner
+            if segment == name:
+                is_wrapper_s = True
+                break
+        if is_wrapper_s:
+            continue
+        kept.append(segment)
+        at = vars(at).get("_modules", {}).get(segment) if isinstance(at, nn.Module) else None
+    return ".".join(kept)
+
+
+def fqns_of(root: nn.Module, keys: Iterable[str]) -> dict[str, str]:
+    """Return the FQN of every key; two that come to the same keep what they are called."""
+    found = {key: fqn_of(root, key) for key in keys}
+    if len(set(found.values())) < len(found):
+        taken: dict[str, list[str]] = {}
+        for key, fqn in found.items():
+            taken.setdefault(fqn, []).append(key)
+        found = {key: fqn if len(taken[fqn]) == 1 else key for key, fqn in found.items()}
+    return found
+
+
+def without_wrappers(name: str) -> str:
+    """Return a name as older versions may have saved it, without what wrappers may have added."""
+    return ".".join(segment for segment in name.split(".") if segment not in _SEGMENTS)
+
+
+def by_name_without_wrappers(names: Iterable[str]) -> Mapping[str, str]:
+    """Return names by what is left of them without wrappers, where that tells them apart."""
+    found: dict[str, str | None] = {}
+    for name in names:
+        bare = without_wrappers(name)
+        found[bare] = None if bare in found else name
+    return {bare: name for bare, name in found.items() if name is not None}

@@ -1,0 +1,456 @@
+"""An optimizer as a part: its state dict, with FQNs in the place of numbers.
+
+The names of parameters are those that the registered modules give them. State is read and put back
+without a `step`: an optimizer that was never stepped has none, and is saved so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from dcp_checkfreq.errors import StateMismatch, UnsupportedState
+from dcp_checkfreq.format.torch_private import load_hooks_of
+from dcp_checkfreq.state.differences import Differences, listed
+from dcp_checkfreq.state.names import fqn_of, without_wrappers
+from dcp_checkfreq.state.packed import is_packed, pack, unpack
+from dcp_checkfreq.state.part import Undo, is_same, is_trusted
+from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
+from dcp_checkfreq.state.tree import nested
+from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
+
+STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+_PARAM_NAMES = "param_names"  # what torch calls them itself, if it was given names
+
+# A loaded leaf of the state of one parameter: its path below the parameter.
+_Leaves = list[tuple[Path, WantedTensor | WantedValue]]
+
+
+class OptimizerPart:
+    """A registered optimizer.
+
+    Args:
+        name: of the part.
+        optimizer: whose state is meant.
+        modules: the registered ones, by name.
+
+    Raises:
+        UnsupportedState: its state cannot be saved, and never will be.
+    """
+
+    def __init__(
+        self, name: str, optimizer: Optimizer, modules: Mapping[str, torch.nn.Module]
+    ) -> None:
+        self.name = name
+        self.optimizer = optimizer
+        self._modules = modules
+        self._learned_from: object = None
+        self._fqns: dict[int, str] = {}  # by identity of the parameter
+        self._of_all_ranks: list[list[str]] = []  # FQNs in each group, if ranks hold others
+        if isinstance(getattr(optimizer, "optim", None), Optimizer) and hasattr(
+            optimizer, "consolidate_state_dict"
+        ):
+            raise UnsupportedState(
+                name,
+                type(optimizer).__name__,
+                "each rank holds the state of other parameters, and they are gathered on one rank. "
+                "Shard with fully_shard, which saves and loads on any number of ranks",
+            )
+        self.fqns()
+
+    def parameters(self) -> list[torch.Tensor]:
+        """Return its parameters, in order."""
+        return [one for group in self.optimizer.param_groups for one in group[PARAMS]]
+
+    def fqns(self) -> dict[int, str]:
+        """Return the FQN of each parameter, by identity.
+
+        Raises:
+            UnsupportedState: one of them is in none of the registered modules.
+        """
+        mine = list(map(id, self.parameters()))
+        names = [
+            (part, name, id(one))
+            for part, module in self._modules.items()
+            for name, one in module.named_parameters()
+        ]
+        kinds = [list(map(type, one.modules())) for one in self._modules.values()]
+        learned_from = mine, names, kinds
+        if learned_from != self._learned_from:
+            self._fqns = self._looked_up(set(mine), names)
+            self._learned_from = learned_from
+        return self._fqns
+
+    def _looked_up(self, mine: set[int], names: Sequence[tuple[str, str, int]]) -> dict[int, str]:
+        """Name all parameters after one module if it has them all, else after those that do."""
+        held = {part: {one for p, _, one in names if p == part} for part in self._modules}
+        whole = next((part for part in held if mine <= held[part]), None)
+        found: dict[int, str] = {}
+        for part, name, one in names:
+            if one in mine and one not in found and whole in (None, part):
+                fqn = fqn_of(self._modules[part], name)
+                found[one] = fqn if whole is not None else f"{part}.{fqn}"
+        if mine - set(found):
+            raise UnsupportedState(
+                self.name,
+                type(self.optimizer).__name__,
+                f"{len(mine - set(found))} of its parameters are in none of the registered "
+                "modules, so they have no names to be saved under. Register the module too",
+            )
+        return found
+
+    def group_names(self) -> list[list[str]]:
+        """Return the FQNs in each group."""
+        fqns = self.fqns()
+        return [[fqns[id(one)] for one in group[PARAMS]] for group in self.optimizer.param_groups]
+
+    def share_groups(self, of_all_ranks: list[list[str]]) -> None:
+        """Hear what all ranks have in their groups: each stage of a pipeline has its own."""
+        self._of_all_ranks = of_all_ranks
+
+    def _params(self, number: int, names: list[str]) -> list[str]:
+        """Return the FQNs to save for a group: those of all ranks, as long as they are known."""
+        known = self._of_all_ranks[number] if number < len(self._of_all_ranks) else []
+        return known if set(names) <= set(known) else names
+
+    @torch.no_grad()
+    def capture(self) -> dict[str, Any]:
+        """Return the state dict under FQNs. Tensors are the live ones."""
+        own = self.optimizer.state_dict()
+        try:
+            state, groups = own[STATE], own[GROUPS]
+            numbers = [number for group in groups for number in group[PARAMS]]
+        except (KeyError, TypeError) as error:
+            raise UnsupportedState(
+                self.name,
+                type(self.optimizer).__name__,
+                "its state dict has no 'state' and 'param_groups' as torch's optimizers have. "
+                "Register an object with state_dict and load_state_dict that holds it",
+            ) from error
+        fqns = self.fqns()
+        names = [fqns[id(one)] for one in self.parameters()]
+        by_number = dict(zip(numbers, names, strict=True))
+        return {
+            STATE: {by_number.get(key, key): _kept(one) for key, one in state.items()},
+            GROUPS: [
+                {key: _option(key, value) for key, value in group.items()}
+                | {PARAMS: self._params(place, [by_number[number] for number in group[PARAMS]])}
+                for place, group in enumerate(groups)
+            ],
+            **{key: pack(value) for key, value in own.items() if key not in (STATE, GROUPS)},
+        }
+
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to save: never, groups have options."""
+        return False
+
+    def describe(self) -> list[object]:
+        """Return its kind, and the switches of its groups."""
+        groups = [
+            # Values such as the learning rate change in a run; whether they are zero decides what
+            # state there is.
+            [len(group[PARAMS])]
+            + [
+                [key, bool(value)]
+                for key, value in sorted(group.items())
+                if isinstance(value, (bool, int, float))
+            ]
+            for group in self.optimizer.param_groups
+        ]
+        return ["optimizer", type(self.optimizer).__qualname__, *groups]
+
+    def fill(
+        self, saved: SavedState, renames: Renames, wanted: Wanted
+    ) -> tuple[OptimizerFill, Differences]:
+        """See `Part.fill`."""
+        fill = OptimizerFill(self, saved, renames, wanted)
+        return fill, fill.differences
+
+
+def _kept(state: Any) -> Any:
+    """Return the state of one parameter with what DCP would take apart packed."""
+    if not isinstance(state, dict):
+        return pack(state)
+    return {
+        key: pack(value) if isinstance(value, (dict, list)) else value
+        for key, value in state.items()
+    }
+
+
+def _option(key: str, value: Any) -> Any:
+    return pack(value) if isinstance(value, (dict, list)) and key != PARAMS else value
+
+
+class OptimizerFill:
+    """An optimizer that is being restored."""
+
+    def __init__(
+        self, part: OptimizerPart, saved: SavedState, renames: Renames, wanted: Wanted
+    ) -> None:
+        self._part, self._where = part, saved.where
+        self.differences = Differences()
+        self.claimed: set[str] = set()
+        self._saved_part, _ = renames.saved_name(part.name)
+        self._renames = renames
+        fqns = part.fqns()
+        self._names = [fqns[id(one)] for one in part.parameters()]
+        lookup = Lookup(_with_paths(saved, part.name, renames, self._names), renames, (STATE,))
+        self._state: dict[str, _Leaves] = {}
+        for parameter, fqn in zip(part.parameters(), self._names, strict=True):
+            leaves = lookup.find(part.name, fqn)
+            if leaves:
+                self.claimed.update(leaf.key for leaf in leaves)
+                live = part.optimizer.state.get(parameter)
+                self._state[fqn] = [
+                    (leaf.path[2:], self._want(leaf, parameter, live, wanted)) for leaf in leaves
+                ]
+        self._others: _Leaves = []
+        self._groups: _Leaves = []
+        for leaf in saved.parts.get(self._saved_part, ()):
+            if leaf.path[:1] == (GROUPS,):
+                self._groups.append((leaf.path[1:], wanted.either(leaf)))
+            elif leaf.path[:1] != (STATE,):
+                self._others.append((leaf.path, wanted.either(leaf)))
+        # Either of parameters that are gone, or of the whole optimizer under a name of its own.
+        self._unclaimed = [leaf for leaf in lookup.unclaimed() if len(leaf.path) > 1]
+        self._rest = [(leaf.path[1:], wanted.either(leaf)) for leaf in self._unclaimed]
+        self._options: list[dict[str, Any]] = []  # of the live groups, as they were saved
+
+    def _want(
+        self, leaf: Leaf, parameter: torch.Tensor, live: Any, wanted: Wanted
+    ) -> WantedTensor | WantedValue:
+        if not leaf.is_tensor:
+            return wanted.value(leaf)
+        kept: Any = leaf.kept
+        likes = [live.get(leaf.path[2])] if isinstance(live, Mapping) and len(leaf.path) > 2 else []
+        like = next((one for one in (*likes, parameter) if _is_sharded_as(one, kept.size)), None)
+        return wanted.tensor(leaf, like)
+
+    # --- after loading ---
+
+    def check(self) -> None:
+        """Find the saved group of each live one; may add to the differences.
+
+        Raises:
+            StateMismatch: the checkpoint has no groups.
+        """
+        groups = nested(self._loaded(self._groups))
+        if not isinstance(groups, list) or not all(map(_is_group, groups)):
+            raise StateMismatch(
+                self._where, f"{self._part.name!r} was not saved as an optimizer: it has no groups"
+            )
+        group_of, unknown = self._saved_groups(groups)
+        name, found = self._part.name, self.differences
+        found.missing += [f"{name}: {one}" for one in self._names if one not in group_of]
+        gone = [leaf for leaf in self._unclaimed if leaf.path[1] in unknown]
+        found.unexpected += [leaf.key for leaf in gone]
+        with_state = {leaf.path[1] for leaf in gone}
+        found.unexpected += [
+            f"{self._saved_part}: {one}" for one in unknown if one not in with_state
+        ]
+        self._rest = [(path, one) for path, one in self._rest if path[0] not in with_state]
+        fqns = self._part.fqns()
+        empty = [_options_of(group) for group in groups if not group[PARAMS]]
+        for number, live in enumerate(self._part.optimizer.param_groups):
+            names = [fqns[id(one)] for one in live[PARAMS]]
+            numbers = sorted({group_of[one] for one in names if one in group_of})
+            options = [_options_of(groups[one]) for one in numbers] or empty[:1]
+            if not names:
+                del empty[:1]
+            elif any(not _is_equal_dict(one, options[0]) for one in options[1:]):
+                found.unexpected.append(
+                    f"{name}: what is group {number} now was saved as groups "
+                    f"{', '.join(map(str, numbers))}, with other options"
+                )
+                options = []
+            self._options.append(options[0] if options else {})
+
+    def _saved_groups(self, groups: list[dict[str, Any]]) -> tuple[dict[str, int], list[str]]:
+        """Return the number of the group that a parameter here was saved in, and unknown names."""
+        part = self._part.name
+        exact = {self._renames.saved_name(f"{part}.{one}")[1]: one for one in self._names}
+        bare = {without_wrappers(name): here for name, here in exact.items()}
+        group_of: dict[str, int] = {}
+        unknown: list[str] = []
+        for number, group in enumerate(groups):
+            for name in group[PARAMS]:
+                here = exact.get(name, bare.get(without_wrappers(name)))
+                if here is None:
+                    unknown.append(name)
+                else:
+                    group_of[here] = number
+                    self.claimed.add(f"{self._saved_part}: {name}")
+        return group_of, unknown
+
+    def _loaded(self, leaves: _Leaves) -> list[tuple[Path, Any]]:
+        return [
+            (path, one.value if isinstance(one, WantedValue) else one.made())
+            for path, one in leaves
+        ]
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether code of the user's runs."""
+        optimizer = self._part.optimizer
+        code = [type(optimizer).load_state_dict, type(optimizer).__setstate__]
+        return any(not is_trusted(one) for one in (*code, *load_hooks_of(optimizer)))
+
+    def keep(self) -> Undo:
+        """Keep what is there now; a load puts other objects in its place."""
+        optimizer = self._part.optimizer
+        state = {key: _shallow(one) for key, one in optimizer.state.items()}
+        groups = [dict(group) for group in optimizer.param_groups]
+
+        def undo() -> None:
+            optimizer.state.clear()
+            optimizer.state.update(state)
+            for live, group in zip(optimizer.param_groups, groups, strict=True):
+                live.clear()
+                live.update(group)
+
+        return undo
+
+    @torch.no_grad()
+    def put(self) -> None:
+        """Load the state dict into the optimizer, and undo what torch casts."""
+        part, optimizer = self._part, self._part.optimizer
+        own = optimizer.state_dict()
+        numbers = [number for group in own[GROUPS] for number in group[PARAMS]]
+        by_name = dict(zip(self._names, numbers, strict=True))
+        loaded = {name: self._state_of(name) for name in self._state}
+        kept = {key: one for key, one in own[STATE].items() if self._stays(key, by_name)}
+        groups = [
+            {**live, **options, PARAMS: live[PARAMS]}
+            for live, options in zip(own[GROUPS], self._options, strict=True)
+        ]
+        others = _unpacked(nested(self._loaded(self._others)))
+        state = {by_name[name]: one for name, one in loaded.items()}
+        state |= {key: _unpacked(value) for key, value in nested(self._loaded(self._rest)).items()}
+        optimizer.load_state_dict({**own, **others, STATE: kept | state, GROUPS: groups})
+        wrong = []
+        for parameter, name in zip(part.parameters(), self._names, strict=True):
+            if name in loaded:
+                live = optimizer.state.get(parameter)
+                wrong += [f"{name}.{path}" for path in _put_right(live, loaded[name], parameter)]
+        if wrong:
+            raise StateMismatch(
+                self._where,
+                f"{part.name!r}: after `load_state_dict` these are not what was saved: "
+                f"{listed(wrong)}. The optimizer, or a hook, changes them",
+            )
+
+    def _stays(self, key: object, by_name: Mapping[str, int]) -> bool:
+        """Tell whether state that is there now stays: of a parameter that was not saved."""
+        missing = {by_name[one.partition(": ")[2]] for one in self.differences.missing}
+        return key in missing
+
+    def _state_of(self, name: str) -> Any:
+        leaves = [
+            (path, one.value if isinstance(one, WantedValue) else one.made())
+            for path, one in self._state[name]
+        ]
+        return _unpacked(nested(leaves))
+
+
+def _shallow(state: Any) -> Any:
+    return dict(state) if isinstance(state, dict) else state
+
+
+def _unpacked(value: Any) -> Any:
+    if is_packed(value):
+        return unpack(value)
+    if isinstance(value, dict):
+        return {key: unpack(one) if is_packed(one) else one for key, one in value.items()}
+    return value
+
+
+def _is_group(group: object) -> bool:
+    return isinstance(group, dict) and isinstance(group.get(PARAMS), list)
+
+
+def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
+    options: dict[str, Any] = _unpacked(dict(group))
+    return {key: one for key, one in options.items() if key not in (PARAMS, _PARAM_NAMES)}
+
+
+def _is_equal_dict(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return set(one) == set(other) and all(_is_equal(one[key], other[key]) for key in one)
+
+
+def _is_equal(one: Any, other: Any) -> bool:
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return is_same(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _is_sharded_as(tensor: object, size: torch.Size) -> bool:
+    return isinstance(tensor, DTensor) and tensor.shape == size
+
+
+def _put_right(live: Any, loaded: Any, parameter: torch.Tensor) -> list[str]:
+    """Replace, in the live state of a parameter, what torch has cast; return what cannot be."""
+    if not isinstance(loaded, dict):
+        return [] if _is_as_loaded(live, loaded) else ["state"]
+    if not isinstance(live, dict):
+        return list(map(str, loaded))
+    wrong = []
+    for key, value in loaded.items():
+        if _is_as_loaded(live.get(key), value):
+            continue
+        if isinstance(value, torch.Tensor) and isinstance(live.get(key), torch.Tensor):
+            live[key] = value.to(live[key].device)
+        elif isinstance(value, (dict, list, tuple)):
+            live[key] = _moved(value, parameter.device)
+        else:
+            wrong.append(str(key))
+    return wrong
+
+
+def _is_as_loaded(live: Any, loaded: Any) -> bool:
+    if isinstance(loaded, torch.Tensor):
+        return isinstance(live, torch.Tensor) and is_same(live, loaded)
+    if type(live) is not type(loaded):
+        return False
+    if isinstance(loaded, Mapping):
+        return list(live) == list(loaded) and all(
+            _is_as_loaded(live[key], loaded[key]) for key in loaded
+        )
+    if isinstance(loaded, (list, tuple)):
+        return len(live) == len(loaded) and all(map(_is_as_loaded, live, loaded))
+    return True
+
+
+def _moved(value: Any, device: torch.device) -> Any:
+    if isinstance(value, torch.Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {key: _moved(inner, device) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(_moved(inner, device) for inner in value)
+    return value
+
+
+def _with_paths(saved: SavedState, part: str, renames: Renames, names: Sequence[str]) -> SavedState:
+    """Return a checkpoint whose planner has noted no paths with those of an optimizer's state."""
+    saved_part, _ = renames.saved_name(part)
+    leaves = saved.parts.get(saved_part, [])
+    first = f"{STATE}."
+    if not any(len(leaf.path) == 1 and str(leaf.path[0]).startswith(first) for leaf in leaves):
+        return saved
+    known = sorted(
+        (renames.saved_name(f"{part}.{name}")[1] for name in names), key=len, reverse=True
+    )
+    found = []
+    for leaf in leaves:
+        rest = str(leaf.path[0]).removeprefix(first)
+        fqn = next((one for one in known if rest.startswith(f"{one}.")), None)
+        if len(leaf.path) == 1 and fqn is not None:
+            leaf = Leaf(leaf.key, (STATE, fqn, rest[len(fqn) + 1 :]), leaf.kept)
+        found.append(leaf)
+    other = SavedState.__new__(SavedState)
+    other.where, other.parts = saved.where, saved.parts | {saved_part: found}
+    return other

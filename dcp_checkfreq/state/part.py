@@ -1,0 +1,103 @@
+"""What all kinds of parts have in common."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+
+from dcp_checkfreq.shards.codec import local_of
+from dcp_checkfreq.state.differences import Differences
+from dcp_checkfreq.state.saved import Renames, SavedState
+from dcp_checkfreq.state.wanted import Wanted
+
+Undo = Callable[[], None]
+
+_TRUSTED = ("torch",)
+
+
+class Fill(Protocol):
+    """One part that is being restored: first all of it is loaded, then it is put in place."""
+
+    claimed: set[str]  # of the checkpoint, what this part has a place for
+
+    def check(self) -> None:
+        """Look at what was loaded; may add to the differences. Touches nothing.
+
+        Raises:
+            StateMismatch: it does not fit.
+        """
+        ...
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether `put` runs code that is neither torch's nor this module's."""
+        ...
+
+    def keep(self) -> Undo:
+        """Return how to put back what is there now."""
+        ...
+
+    def put(self) -> None:
+        """Put what was loaded into the live part, and make sure that it is there.
+
+        Raises:
+            StateMismatch: something came out otherwise than it was saved.
+        """
+        ...
+
+
+class Part(Protocol):
+    """One registered part of a job."""
+
+    def capture(self) -> Any:
+        """Return the state to save, with the live tensors."""
+        ...
+
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to save now."""
+        ...
+
+    def describe(self) -> list[object]:
+        """Return plain values that say what saving it costs, without its content."""
+        ...
+
+    def fill(self, saved: SavedState, renames: Renames, wanted: Wanted) -> tuple[Fill, Differences]:
+        """Have loaded what was saved of this part.
+
+        Raises:
+            StateMismatch: something does not fit, whatever is allowed. Nothing was touched.
+        """
+        ...
+
+
+def tensor_described(tensor: torch.Tensor) -> list[object]:
+    """Return shape, shape of the shard, dtype and kind of device."""
+    if torch.nn.parameter.is_lazy(tensor):
+        return ["lazy"]
+    local = local_of(tensor)
+    return [list(tensor.shape), list(local.shape), str(local.dtype), local.device.type]
+
+
+def is_trusted(code: object) -> bool:
+    """Tell whether a class or function is torch's own."""
+    return str(getattr(code, "__module__", "")).partition(".")[0] in _TRUSTED
+
+
+def is_same(live: torch.Tensor, saved: torch.Tensor) -> bool:
+    """Tell whether two tensors have the same dtype, shape and bits; devices may differ."""
+    live, saved = local_of(live.detach()), local_of(saved.detach())
+    if live.dtype != saved.dtype or live.shape != saved.shape:
+        return False
+    if live.data_ptr() == saved.data_ptr() and live.stride() == saved.stride():
+        return live.device == saved.device
+    return torch.equal(_bits(live), _bits(saved.to(live.device)))
+
+
+def _bits(tensor: torch.Tensor) -> torch.Tensor:
+    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
+    for wide in (torch.int64, torch.int32, torch.int16):  # compared several times as fast
+        if flat.numel() % wide.itemsize == 0 and flat.storage_offset() % wide.itemsize == 0:
+            return flat.view(wide)
+    return flat

@@ -1,0 +1,182 @@
+"""Everything else as a part: an object with `state_dict`, or a plain value."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import MutableMapping
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.stateful import Stateful
+
+from dcp_checkfreq.errors import StateMismatch
+from dcp_checkfreq.shards.nesting import naming
+from dcp_checkfreq.state.differences import Differences, listed
+from dcp_checkfreq.state.packed import TENSORS, TREE, pack, unpack
+from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
+from dcp_checkfreq.state.per_rank import PerRank
+from dcp_checkfreq.state.saved import Lookup, Renames, SavedState
+from dcp_checkfreq.state.tree import tree_of
+from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
+
+
+class ValuePart:
+    """A registered object or value.
+
+    Args:
+        name: of the part.
+        parts: the registered ones. A restored plain value is put in here.
+        rank: of this process.
+    """
+
+    def __init__(self, name: str, parts: MutableMapping[str, Any], rank: int) -> None:
+        self.name = name
+        self._parts = parts
+        self._rank = rank
+
+    @property
+    def value(self) -> Any:
+        """The object or value itself."""
+        part = self._parts[self.name]
+        return part.value if isinstance(part, PerRank) else part
+
+    @value.setter
+    def value(self, value: Any) -> None:
+        part = self._parts[self.name]
+        if isinstance(part, PerRank):
+            part.value = value
+        else:
+            self._parts[self.name] = value
+
+    @property
+    def key(self) -> str:
+        """What DCP knows the part by: one for each rank if each keeps a value of its own."""
+        if isinstance(self._parts[self.name], PerRank):
+            return f"{self.name}/rank{self._rank}"
+        return self.name
+
+    @property
+    def is_own_kind(self) -> bool:
+        """Whether it is a `PerRank` that does more than hold a value."""
+        part = self._parts[self.name]
+        return isinstance(part, PerRank) and type(part) is not PerRank
+
+    def capture(self) -> dict[str, Any]:
+        """Return the packed state."""
+        value = self.value
+        state = value.state_dict() if isinstance(value, Stateful) else value
+        with naming(lambda: state, self.name):
+            return pack(state)
+
+    def is_empty(self) -> bool:
+        """Tell whether there is nothing to save: never, None is a value."""
+        return False
+
+    def describe(self) -> list[object]:
+        """Return what kind it is."""
+        value = self._parts[self.name]
+        if isinstance(value, torch.Tensor):
+            return tensor_described(value)
+        return [type(value).__qualname__]
+
+    def fill(
+        self, saved: SavedState, renames: Renames, wanted: Wanted
+    ) -> tuple[ValueFill | AbsentFill, Differences]:
+        """See `Part.fill`."""
+        lookup = Lookup(saved, renames)
+        tree, tensors = lookup.find(self.key, TREE), lookup.find(self.key, TENSORS)
+        if not tree:
+            part = self._parts[self.name]
+            if isinstance(part, PerRank):
+                return AbsentFill(part, self._rank), Differences()
+            raise StateMismatch(
+                saved.where,
+                f"{self.name!r} was not saved as a value, but as something else: "
+                f"{listed([leaf.key for leaf in lookup.unclaimed()]) or 'nothing'}",
+            )
+        live = self.capture()[TENSORS]
+        leaves: list[tuple[tuple[str | int, ...], WantedTensor | WantedValue]] = []
+        devices: dict[int, torch.device] = {}
+        for leaf in [*tree, *tensors]:
+            number = leaf.path[1] if len(leaf.path) > 1 else None
+            like = None
+            if leaf.is_tensor and isinstance(number, int) and number < len(live):
+                kept: Any = leaf.kept
+                like = live[number] if live[number].shape == kept.size else None
+            one = wanted.tensor(leaf, like) if leaf.is_tensor else wanted.value(leaf)
+            if like is not None and isinstance(one, WantedTensor):
+                devices[id(one)] = like.device
+            leaves.append((leaf.path, one))
+        return ValueFill(self, leaves, devices), Differences()
+
+
+class ValueFill:
+    """An object or value that is being restored."""
+
+    def __init__(
+        self,
+        part: ValuePart,
+        leaves: list[tuple[tuple[str | int, ...], WantedTensor | WantedValue]],
+        devices: dict[int, torch.device],
+    ) -> None:
+        self._part, self._leaves, self._devices = part, leaves, devices
+        self.claimed: set[str] = set()
+
+    def check(self) -> None:
+        """A value replaces another one: it fits."""
+
+    @property
+    def may_fail(self) -> bool:
+        """Whether there is an object that loads its state itself."""
+        value = self._part.value
+        if self._part.is_own_kind:
+            return True
+        return isinstance(value, Stateful) and not is_trusted(type(value))
+
+    def keep(self) -> Undo:
+        """Keep a copy of what is there now."""
+        part, value = self._part, self._part.value
+        if not isinstance(value, Stateful):
+
+            def put_back() -> None:
+                part.value = value
+
+            return put_back
+        state = copy.deepcopy(value.state_dict())
+        return lambda: value.load_state_dict(state)
+
+    def put(self) -> None:
+        """Hand the state to the object, or put the value in the place of the one before."""
+        packed = tree_of(self._leaves)
+        value = self._part.value
+        loaded = unpack({TREE: packed[TREE], TENSORS: packed.get(TENSORS, [])})
+        if isinstance(value, Stateful):
+            value.load_state_dict(loaded)
+        else:
+            self._part.value = loaded
+
+
+class AbsentFill:
+    """A value of each rank, of which the checkpoint has none for this one."""
+
+    def __init__(self, part: PerRank, rank: int) -> None:
+        self._part, self._rank = part, rank
+        self.claimed: set[str] = set()
+        self.step = 0
+
+    def check(self) -> None:
+        """There is nothing to fit."""
+
+    may_fail = True
+
+    def keep(self) -> Undo:
+        """Keep what is there now."""
+        value = self._part.value
+        if not isinstance(value, Stateful):
+            return lambda: setattr(self._part, "value", value)
+        state = copy.deepcopy(value.state_dict())
+        return lambda: value.load_state_dict(state)
+
+    def put(self) -> None:
+        """Let it act on that."""
+        self._part.absent(self._rank, self.step)

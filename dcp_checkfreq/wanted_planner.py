@@ -1,0 +1,76 @@
+"""The load planner of a restore: it knows what is wanted, and needs no state dict to fill."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
+
+from dcp_checkfreq.boundary import tells_errors
+from dcp_checkfreq.covered import check_covered
+from dcp_checkfreq.errors import LoadFailed
+from dcp_checkfreq.format.safe_bytes import load_object
+from dcp_checkfreq.garbage import collector_held
+from dcp_checkfreq.planner import CheckFreqLoadPlanner
+from dcp_checkfreq.state.wanted import Wanted
+
+
+class WantedPlanner(CheckFreqLoadPlanner):
+    """Loads what is wanted, and nothing into the state dict that DCP is given.
+
+    Args:
+        wanted: of this rank.
+        allow_pickle: see `CheckFreqLoadPlanner`.
+    """
+
+    def __init__(self, wanted: Wanted, *, allow_pickle: bool) -> None:
+        super().__init__(allow_pickle=allow_pickle)
+        self._wanted = wanted
+
+    @tells_errors(LoadFailed, "planning")
+    def set_up_planner(
+        self,
+        state_dict: dict[str, Any],
+        metadata: Metadata | None = None,
+        is_coordinator: bool = False,
+    ) -> None:
+        """Take the metadata of the checkpoint."""
+        super().set_up_planner({}, metadata, is_coordinator)
+        if metadata is not None and isinstance(metadata.storage_meta, StorageMeta):
+            self._where = str(metadata.storage_meta.checkpoint_id)
+
+    @tells_errors(LoadFailed, "planning")
+    def create_local_plan(self) -> LoadPlan:
+        """Return what this rank reads.
+
+        Raises:
+            BrokenMetadata: parts of a tensor are missing in the checkpoint.
+        """
+        assert self.metadata is not None
+        none = torch.Size([])
+        with collector_held():
+            items = [item for one in self._wanted.tensors.values() for item in one.items()]
+            for one in self._wanted.values.values():
+                source, target = MetadataIndex(one.leaf.key), MetadataIndex(one.name)
+                items.append(ReadItem(LoadItemType.BYTE_IO, target, none, source, none, none))
+            plan = LoadPlan(items)
+            self.state_dict = {name: one.tensor for name, one in self._wanted.tensors.items()}
+            check_covered(plan, self, self.metadata, self._where)
+        return plan
+
+    def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
+        """Return the room for a tensor."""
+        return self._wanted.tensors[index.fqn].tensor
+
+    @tells_errors(LoadFailed, "reading a value")
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        """Unpickle a byte item.
+
+        Raises:
+            UnsafePickle: it needs code to unpickle; the code was not run.
+        """
+        one = self._wanted.values[read_item.dest_index.fqn]
+        one.value = load_object(value, one.leaf.key, self._where, allow_pickle=self._allow_pickle)
