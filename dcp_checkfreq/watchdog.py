@@ -22,6 +22,7 @@ _log = logging.getLogger(__name__)
 
 WARN_AFTER_S = 60.0
 _POLL_S = 1.0
+_JOIN_S = 1.0
 
 
 @dataclass(slots=True)
@@ -142,6 +143,11 @@ class Watchdog:
     def close(self) -> None:
         """End the thread. May be called twice, and from any thread."""
         self._closing.set()
+        thread = self._thread
+        # A process aborts if its end finds a thread in a call of torch's, such as of the store.
+        if thread is not None and thread is not threading.current_thread():
+            with contextlib.suppress(RuntimeError):  # it was not started, or not by this process
+                thread.join(_JOIN_S)
 
     def _watch(self) -> None:
         while not self._closing.wait(_POLL_S):

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from dcp_checkfreq.errors import SnapshotFailed
+from dcp_checkfreq.outcome import report
 from dcp_checkfreq.shards.codec import local_of
 
 _log = logging.getLogger(__name__)
@@ -126,7 +127,7 @@ class Guard:
             except SnapshotFailed as error:
                 if self._raise_errors:
                     raise
-                _log.error("this step will not be saved: %s", error)
+                report(_log.error, "this step will not be saved: %s", error)
             if times:
                 times.waited(begun, times.mark())
         if times:
