@@ -137,6 +137,20 @@ def carry(source: torch.Tensor, target: torch.Tensor) -> None:
         setattr(target, name, getattr(source, name))
 
 
+def carry_all(module: torch.nn.Module, state: dict[str, Any]) -> None:
+    """Let the tensors of a module's ``state_dict()`` describe themselves as the module's own do.
+
+    They are detached there, which drops the fields.
+    """
+    if not _FIELDS:
+        return
+    tensors: list[tuple[str, torch.Tensor]] = [*module.named_parameters(remove_duplicate=False)]
+    tensors += module.named_buffers(remove_duplicate=False)
+    for key, tensor in tensors:
+        if describes_itself(tensor) and _has_fields(tensor) and key in state:
+            carry(tensor, state[key])
+
+
 def size_in_checkpoint(tensor: torch.Tensor) -> torch.Size:
     """Return the size that a tensor has in checkpoints: of all shards together."""
     if describes_itself(tensor) and not _has_methods(tensor):

@@ -17,14 +17,19 @@ from torch.nn.parameter import is_lazy
 
 from dcp_checkfreq.errors import StateMismatch
 from dcp_checkfreq.format.torch_private import load_hooks_of
-from dcp_checkfreq.shards.codec import local_of
+from dcp_checkfreq.shards.codec import is_same, local_of
+from dcp_checkfreq.shards.self_described import (
+    carry_all,
+    describes_itself,
+    size_in_checkpoint,
+)
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.names import fqn_of, fqns_of
 from dcp_checkfreq.state.packed import is_packed, pack, unpack
-from dcp_checkfreq.state.part import Undo, is_same, is_trusted, tensor_described
+from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
 from dcp_checkfreq.state.saved import Leaf, Lookup, Renames, SavedState
 from dcp_checkfreq.state.tree import tree_of
-from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
+from dcp_checkfreq.state.wanted import Wanted, WantedShards, WantedTensor, WantedValue
 
 _EXTRA_STATE = "_extra_state"
 
@@ -62,6 +67,7 @@ class ModulePart:
     def own(self) -> dict[str, Any]:
         """Return the state dict as the module makes it, its keys looked up."""
         own: dict[str, Any] = self.module.state_dict()
+        carry_all(self.module, own)
         learned_from = list(own), list(map(type, self.module.modules()))
         if learned_from != self._learned_from:
             self._fqns = fqns_of(self.module, own)
@@ -117,6 +123,7 @@ class ModuleFill:
         self._fqns: dict[str, str] = {}  # of what is loaded, by key
         self._cast: set[str] = set()
         self._tensors: dict[str, WantedTensor] = {}
+        self._shards: dict[str, WantedShards] = {}
         self._values: dict[str, list[tuple[Leaf, WantedTensor | WantedValue]]] = {}
 
     def want(self, key: str, fqn: str, live: Any, leaves: list[Leaf], wanted: Wanted) -> list[str]:
@@ -137,12 +144,16 @@ class ModuleFill:
         if live.is_meta:
             return [f"{name} is a meta tensor: materialise it first (`module.to_empty(...)`)"]
         kept: Any = leaf.kept
-        if live.shape != kept.size:
-            return [f"{name}: saved {list(kept.size)}, wanted {list(live.shape)} (shapes differ)"]
+        size = size_in_checkpoint(live)
+        if size != kept.size:
+            return [f"{name}: saved {list(kept.size)}, wanted {list(size)} (shapes differ)"]
         if live.dtype != kept.properties.dtype:
             self.differences.cast.append(f"{name} ({kept.properties.dtype} as {live.dtype})")
             self._cast.add(key)
-        self._tensors[key] = wanted.tensor(leaf, live)
+        if describes_itself(live):
+            self._shards[key] = wanted.shards(leaf, live)
+        else:
+            self._tensors[key] = wanted.tensor(leaf, live)
         return []
 
     def check(self) -> None:
@@ -185,6 +196,8 @@ class ModuleFill:
                 state[key] = unpack(value) if is_packed(value) else value
             elif key in self._tensors:
                 state[key] = _as_input(self._tensors[key], state[key])
+            elif key in self._shards:
+                self._shards[key].put(self._own[key])
             else:
                 del state[key]
         if self.differences.missing:
@@ -198,6 +211,11 @@ class ModuleFill:
             self._fqns[key]
             for key, wanted in self._tensors.items()
             if key not in self._cast and not is_same(live[key], wanted.tensor)
+        ]
+        wrong += [
+            self._fqns[key]
+            for key, shards in self._shards.items()
+            if key not in self._cast and not shards.is_in(self._own[key])
         ]
         if wrong:
             raise StateMismatch(

@@ -15,10 +15,11 @@ from torch.optim import Optimizer
 
 from dcp_checkfreq.errors import StateMismatch, UnsupportedState
 from dcp_checkfreq.format.torch_private import load_hooks_of
+from dcp_checkfreq.shards.codec import is_same
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.names import fqn_of, without_wrappers
 from dcp_checkfreq.state.packed import is_packed, pack, unpack
-from dcp_checkfreq.state.part import Undo, is_same, is_trusted
+from dcp_checkfreq.state.part import Undo, is_trusted
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.tree import nested
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue

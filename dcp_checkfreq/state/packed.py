@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from dcp_checkfreq.shards.self_described import describes_itself
+
 TREE, TENSORS = "tree", "tensors"
 _SLOT = "__dcp_checkfreq_tensor__"
 # Smaller tensors stay in the byte item: a file place of their own would cost more than they hold.
@@ -56,6 +58,7 @@ def _fits_into_tree(tensor: torch.Tensor) -> bool:
         and tensor.layout == torch.strided
         and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
         and tensor.nbytes < _OWN_ITEM_FROM_BYTES
+        and not describes_itself(tensor)
     )
 
 

@@ -83,21 +83,3 @@ def tensor_described(tensor: torch.Tensor) -> list[object]:
 def is_trusted(code: object) -> bool:
     """Tell whether a class or function is torch's own."""
     return str(getattr(code, "__module__", "")).partition(".")[0] in _TRUSTED
-
-
-def is_same(live: torch.Tensor, saved: torch.Tensor) -> bool:
-    """Tell whether two tensors have the same dtype, shape and bits; devices may differ."""
-    live, saved = local_of(live.detach()), local_of(saved.detach())
-    if live.dtype != saved.dtype or live.shape != saved.shape:
-        return False
-    if live.data_ptr() == saved.data_ptr() and live.stride() == saved.stride():
-        return live.device == saved.device
-    return torch.equal(_bits(live), _bits(saved.to(live.device)))
-
-
-def _bits(tensor: torch.Tensor) -> torch.Tensor:
-    flat = tensor.resolve_conj().resolve_neg().contiguous().reshape(-1).view(torch.uint8)
-    for wide in (torch.int64, torch.int32, torch.int16):  # compared several times as fast
-        if flat.numel() % wide.itemsize == 0 and flat.storage_offset() % wide.itemsize == 0:
-            return flat.view(wide)
-    return flat

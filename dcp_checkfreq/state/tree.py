@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from typing import Any
 
 from dcp_checkfreq.state.saved import Path
-from dcp_checkfreq.state.wanted import WantedTensor, WantedValue, loaded
+from dcp_checkfreq.state.wanted import AnyWanted, loaded
 
 _NOTHING = object()
 
 
-def tree_of(leaves: Iterable[tuple[Path, WantedTensor | WantedValue]]) -> Any:
+def tree_of(leaves: Iterable[tuple[Path, AnyWanted]]) -> Any:
     """Return what was loaded, nested as its paths say. Numbers in a path are places in a list."""
     return nested((path, loaded(one)) for path, one in leaves)
 

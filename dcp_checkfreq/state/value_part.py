@@ -11,13 +11,14 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_checkfreq.errors import StateMismatch
 from dcp_checkfreq.shards.nesting import naming
+from dcp_checkfreq.shards.self_described import describes_itself, size_in_checkpoint
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.packed import TENSORS, TREE, pack, unpack
 from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
 from dcp_checkfreq.state.per_rank import PerRank
-from dcp_checkfreq.state.saved import Lookup, Renames, SavedState
+from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.tree import tree_of
-from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
+from dcp_checkfreq.state.wanted import AnyWanted, Wanted
 
 
 class ValuePart:
@@ -95,31 +96,33 @@ class ValuePart:
                 f"{listed([leaf.key for leaf in lookup.unclaimed()]) or 'nothing'}",
             )
         live = self.capture()[TENSORS]
-        leaves: list[tuple[tuple[str | int, ...], WantedTensor | WantedValue]] = []
-        devices: dict[int, torch.device] = {}
+        leaves = []
         for leaf in [*tree, *tensors]:
             number = leaf.path[1] if len(leaf.path) > 1 else None
-            like = None
-            if leaf.is_tensor and isinstance(number, int) and number < len(live):
-                kept: Any = leaf.kept
-                like = live[number] if live[number].shape == kept.size else None
-            one = wanted.tensor(leaf, like) if leaf.is_tensor else wanted.value(leaf)
-            if like is not None and isinstance(one, WantedTensor):
-                devices[id(one)] = like.device
-            leaves.append((leaf.path, one))
-        return ValueFill(self, leaves, devices), Differences()
+            is_known = isinstance(number, int) and number < len(live)
+            leaves.append((leaf.path, _want(leaf, live[number] if is_known else None, wanted)))
+        return ValueFill(self, leaves), Differences()
+
+
+def _want(leaf: Leaf, live: torch.Tensor | None, wanted: Wanted) -> AnyWanted:
+    """Have a leaf loaded: like the tensor that is there now, if it is of the same size."""
+    if not leaf.is_tensor:
+        return wanted.value(leaf)
+    kept: Any = leaf.kept
+    if live is None or size_in_checkpoint(live) != kept.size:
+        return wanted.tensor(leaf)
+    if describes_itself(live):
+        return wanted.shards(leaf, live)
+    one = wanted.tensor(leaf, live)
+    one.device = live.device
+    return one
 
 
 class ValueFill:
     """An object or value that is being restored."""
 
-    def __init__(
-        self,
-        part: ValuePart,
-        leaves: list[tuple[tuple[str | int, ...], WantedTensor | WantedValue]],
-        devices: dict[int, torch.device],
-    ) -> None:
-        self._part, self._leaves, self._devices = part, leaves, devices
+    def __init__(self, part: ValuePart, leaves: list[tuple[Path, AnyWanted]]) -> None:
+        self._part, self._leaves = part, leaves
         self.claimed: set[str] = set()
 
     def check(self) -> None:

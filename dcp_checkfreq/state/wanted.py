@@ -6,6 +6,7 @@ the dtype and shape that were saved; of a tensor that is sharded here it holds t
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from typing import Any
 
@@ -19,6 +20,8 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
+from dcp_checkfreq.shards.codec import is_same
+from dcp_checkfreq.shards.self_described import parts_of
 from dcp_checkfreq.state.saved import Leaf
 
 
@@ -29,14 +32,27 @@ class WantedTensor:
         leaf: that was saved.
         like: a tensor of the same shape that is sharded as this one shall be.
         name: of its place in the plan.
+        chunk: of it, if not that of ``like`` or all of it.
+
+    Attributes:
+        device: to move it to when it is put in place; None: the host.
     """
 
-    def __init__(self, leaf: Leaf, like: DTensor | None, name: str) -> None:
+    def __init__(
+        self,
+        leaf: Leaf,
+        like: DTensor | None,
+        name: str,
+        chunk: ChunkStorageMetadata | None = None,
+    ) -> None:
         kept = leaf.kept
         assert isinstance(kept, TensorStorageMetadata)
         self.leaf, self.kept, self.name = leaf, kept, name
         self._like = like
-        if like is None:
+        self.device: torch.device | None = None
+        if chunk is not None:
+            self.chunk = chunk
+        elif like is None:
             self.chunk = ChunkStorageMetadata(torch.Size([0] * len(kept.size)), kept.size)
         else:
             (self.chunk,) = like.__create_chunk_list__()  # type: ignore[no-untyped-call]
@@ -61,11 +77,11 @@ class WantedTensor:
             for item in items
         ]
 
-    def made(self, device: torch.device | None = None) -> torch.Tensor:
-        """Return the loaded tensor on a device, sharded if it is to be."""
+    def made(self) -> torch.Tensor:
+        """Return the loaded tensor on its device, sharded if it is to be."""
         like = self._like
         if like is None:
-            return self.tensor if device is None else self.tensor.to(device)
+            return self.tensor if self.device is None else self.tensor.to(self.device)
         return DTensor.from_local(
             self.tensor.to(like.to_local().device),
             like.device_mesh,
@@ -74,6 +90,36 @@ class WantedTensor:
             shape=like.shape,
             stride=like.stride(),
         )
+
+
+class WantedShards:
+    """The part of a tensor that one here says it holds; see `shards/self_described`.
+
+    Args:
+        live: that tensor.
+        shards: one for each part of it, in order.
+    """
+
+    def __init__(self, live: torch.Tensor, shards: list[WantedTensor]) -> None:
+        self._live, self._shards = live, shards
+        self.leaf = shards[0].leaf
+
+    def put(self, live: torch.Tensor) -> None:
+        """Fill the parts of a tensor that describes itself as the one here."""
+        for part, shard in zip(parts_of(self.leaf.key, live), self._shards, strict=True):
+            part.tensor.copy_(shard.tensor)
+
+    def is_in(self, live: torch.Tensor) -> bool:
+        """Tell whether a tensor holds what was loaded, bit for bit."""
+        parts = parts_of(self.leaf.key, live)
+        pairs = zip(parts, self._shards, strict=True)
+        return all(is_same(part.tensor, shard.tensor) for part, shard in pairs)
+
+    def made(self) -> torch.Tensor:
+        """Return a tensor like the one here that holds what was loaded."""
+        made = copy.deepcopy(self._live)
+        self.put(made)
+        return made
 
 
 @dataclasses.dataclass(slots=True)
@@ -99,6 +145,17 @@ class Wanted:
         self.tensors[wanted.name] = wanted
         return wanted
 
+    def shard(self, leaf: Leaf, chunk: ChunkStorageMetadata) -> WantedTensor:
+        """Have a part of a tensor loaded."""
+        wanted = WantedTensor(leaf, None, self._free(leaf.key), chunk)
+        self.tensors[wanted.name] = wanted
+        return wanted
+
+    def shards(self, leaf: Leaf, live: torch.Tensor) -> WantedShards:
+        """Have the parts loaded that a tensor says it holds."""
+        parts = parts_of(leaf.key, live)
+        return WantedShards(live, [self.shard(leaf, part.data.chunk) for part in parts])
+
     def value(self, leaf: Leaf) -> WantedValue:
         """Have a byte item loaded."""
         wanted = WantedValue(leaf, self._free(leaf.key))
@@ -118,6 +175,9 @@ class Wanted:
         return name
 
 
-def loaded(wanted: WantedTensor | WantedValue) -> Any:
+AnyWanted = WantedTensor | WantedShards | WantedValue
+
+
+def loaded(wanted: AnyWanted) -> Any:
     """Return what was loaded."""
     return wanted.value if isinstance(wanted, WantedValue) else wanted.made()

@@ -13,6 +13,7 @@ from dcp_checkfreq import (
     CheckFreqReader,
     CheckFreqSavePlanner,
     CheckFreqWriter,
+    Checkpointer,
 )
 
 sys.path.append(str(Path(__file__).parents[1]))
@@ -96,6 +97,44 @@ def self_described_loads(shared):
                     if not torch.equal(block, wanted[row]):
                         wrong.append(f"{folder.name} into {name} by {way} at {row}")
     return {"wrong": wrong, "count": count}
+
+
+def with_fields(tensor):
+    rank, rows = dist.get_rank(), 8 // dist.get_world_size()
+    tensor.global_shape, tensor.global_offsets = (8, 4), ((rows * rank, 0),)
+    tensor.local_offsets, tensor.local_sizes = ((0, 0),), ((rows, 4),)
+    return tensor
+
+
+def parts_with_fields(whole):
+    rows = 8 // dist.get_world_size()
+    mine = whole[dist.get_rank() * rows :][:rows].clone()
+    model = torch.nn.Linear(3, 3)
+    model.own = with_fields(torch.nn.Parameter(mine.clone()))
+    return {"model": model, "value": {"x": with_fields(mine.clone()), "n": 1}}
+
+
+@job
+def self_described_parts(shared):
+    """Save by two ranks, restore on any: a parameter and a value."""
+    if not hasattr(dcp, "CheckpointableTensor"):
+        return None
+    torch.manual_seed(0)
+    whole = torch.arange(32.0).reshape(8, 4)
+    root = shared / "parts_with_fields"
+    if dist.get_world_size() == 2:
+        with Checkpointer(root, parts_with_fields(whole), every=1000) as ckpt:
+            ckpt.step = 1
+            ckpt.save(wait=True)
+    parts = parts_with_fields(torch.zeros(8, 4))
+    with Checkpointer(root, parts, every=1000) as ckpt:
+        ckpt.restore()
+    wanted = parts_with_fields(whole)
+    value = parts["value"]["x"]
+    return [
+        torch.equal(parts["model"].own, wanted["model"].own),
+        torch.equal(value, wanted["value"]["x"]) and value.global_shape == (8, 4),
+    ]
 
 
 @job

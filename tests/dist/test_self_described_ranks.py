@@ -13,12 +13,13 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(shared):
-    return start(2, shared, ["self_described_saves", "self_described_loads"])
+    return start(2, shared, ["self_described_saves", "self_described_loads", "self_described_parts"])
 
 
 @pytest.fixture(scope="module")
 def four(shared, two):
-    return start(4, shared, ["self_described_loads", "self_described_replicas"])
+    jobs = ["self_described_loads", "self_described_replicas", "self_described_parts"]
+    return start(4, shared, jobs)
 
 
 def values(answers):
@@ -46,3 +47,10 @@ def test_copies_of_one_block_are_compared_and_different_blocks_are_not(four):
             else:
                 assert error[0] == "ReplicasDiffer"
                 assert "w at [0, 0]" in error[1]
+
+
+def test_registered_parts_keep_their_blocks(two, four):
+    found = values(two["self_described_parts"]) + values(four["self_described_parts"])
+    if found == [None] * 6:
+        pytest.skip("this torch has no dcp.CheckpointableTensor (2.14 has)")
+    assert found == [[True, True]] * 6
