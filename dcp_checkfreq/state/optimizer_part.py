@@ -25,6 +25,7 @@ from dcp_checkfreq.state.tree import nested
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
+_OF_NO_PARAMETER = "state_of_no_parameter"  # what an optimizer keeps under names of its own
 _PARAM_NAMES = "param_names"  # what torch calls them itself, if it was given names
 
 # A loaded leaf of the state of one parameter: its path below the parameter.
@@ -52,20 +53,29 @@ class OptimizerPart:
         self._learned_from: object = None
         self._fqns: dict[int, str] = {}  # by identity of the parameter
         self._of_all_ranks: list[list[str]] = []  # FQNs in each group, if ranks hold others
-        if isinstance(getattr(optimizer, "optim", None), Optimizer) and hasattr(
-            optimizer, "consolidate_state_dict"
-        ):
+        self._is_zero = hasattr(optimizer, "consolidate_state_dict")
+        if self._is_zero and not isinstance(getattr(optimizer, "optim", None), Optimizer):
             raise UnsupportedState(
                 name,
                 type(optimizer).__name__,
-                "each rank holds the state of other parameters, and they are gathered on one rank. "
-                "Shard with fully_shard, which saves and loads on any number of ranks",
+                "it makes its local optimizer later. Make it without overlap_with_ddp",
             )
         self.fqns()
+
+    @property
+    def local(self) -> Optimizer:
+        """The optimizer that has the state on this rank: of `ZeroRedundancyOptimizer`, its own."""
+        one: Any = self.optimizer
+        local: Optimizer = one.optim if self._is_zero else one
+        return local
 
     def parameters(self) -> list[torch.Tensor]:
         """Return its parameters, in order."""
         return [one for group in self.optimizer.param_groups for one in group[PARAMS]]
+
+    def local_parameters(self) -> list[torch.Tensor]:
+        """Return those of which this rank has the state, in order."""
+        return [one for group in self.local.param_groups for one in group[PARAMS]]
 
     def fqns(self) -> dict[int, str]:
         """Return the FQN of each parameter, by identity.
@@ -121,7 +131,7 @@ class OptimizerPart:
     @torch.no_grad()
     def capture(self) -> dict[str, Any]:
         """Return the state dict under FQNs. Tensors are the live ones."""
-        own = self.optimizer.state_dict()
+        own = self.local.state_dict()
         try:
             state, groups = own[STATE], own[GROUPS]
             numbers = [number for group in groups for number in group[PARAMS]]
@@ -133,16 +143,24 @@ class OptimizerPart:
                 "Register an object with state_dict and load_state_dict that holds it",
             ) from error
         fqns = self.fqns()
-        names = [fqns[id(one)] for one in self.parameters()]
+        names = [fqns[id(one)] for one in self.local_parameters()]
         by_number = dict(zip(numbers, names, strict=True))
+        others = {key: value for key, value in own.items() if key not in (STATE, GROUPS)}
+        of_no_parameter = {key: one for key, one in state.items() if key not in by_number}
+        if of_no_parameter:
+            others[_OF_NO_PARAMETER] = of_no_parameter
+        if self._is_zero:  # whose groups have the options that count, and all parameters
+            groups = self.optimizer.param_groups
         return {
-            STATE: {by_number.get(key, key): _kept(one) for key, one in state.items()},
+            STATE: {by_number[key]: _kept(one) for key, one in state.items() if key in by_number},
             GROUPS: [
                 {key: _option(key, value) for key, value in group.items()}
-                | {PARAMS: self._params(place, [by_number[number] for number in group[PARAMS]])}
-                for place, group in enumerate(groups)
+                | {PARAMS: self._params(number, of_group)}
+                for number, (group, of_group) in enumerate(
+                    zip(groups, self.group_names(), strict=True)
+                )
             ],
-            **{key: pack(value) for key, value in own.items() if key not in (STATE, GROUPS)},
+            **{key: pack(value) for key, value in others.items()},
         }
 
     def is_empty(self) -> bool:
@@ -201,11 +219,12 @@ class OptimizerFill:
         self._names = [fqns[id(one)] for one in part.parameters()]
         lookup = Lookup(_with_paths(saved, part.name, renames, self._names), renames, (STATE,))
         self._state: dict[str, _Leaves] = {}
-        for parameter, fqn in zip(part.parameters(), self._names, strict=True):
+        self._local_names = [fqns[id(one)] for one in part.local_parameters()]
+        for parameter, fqn in zip(part.local_parameters(), self._local_names, strict=True):
             leaves = lookup.find(part.name, fqn)
             if leaves:
                 self.claimed.update(leaf.key for leaf in leaves)
-                live = part.optimizer.state.get(parameter)
+                live = part.local.state.get(parameter)
                 self._state[fqn] = [
                     (leaf.path[2:], self._want(leaf, parameter, live, wanted)) for leaf in leaves
                 ]
@@ -216,9 +235,7 @@ class OptimizerFill:
                 self._groups.append((leaf.path[1:], wanted.either(leaf)))
             elif leaf.path[:1] != (STATE,):
                 self._others.append((leaf.path, wanted.either(leaf)))
-        # Either of parameters that are gone, or of the whole optimizer under a name of its own.
         self._unclaimed = [leaf for leaf in lookup.unclaimed() if len(leaf.path) > 1]
-        self._rest = [(leaf.path[1:], wanted.either(leaf)) for leaf in self._unclaimed]
         self._options: list[dict[str, Any]] = []  # of the live groups, as they were saved
 
     def _want(
@@ -253,7 +270,6 @@ class OptimizerFill:
         found.unexpected += [
             f"{self._saved_part}: {one}" for one in unknown if one not in with_state
         ]
-        self._rest = [(path, one) for path, one in self._rest if path[0] not in with_state]
         fqns = self._part.fqns()
         empty = [_options_of(group) for group in groups if not group[PARAMS]]
         for number, live in enumerate(self._part.optimizer.param_groups):
@@ -296,58 +312,54 @@ class OptimizerFill:
     @property
     def may_fail(self) -> bool:
         """Whether code of the user's runs."""
-        optimizer = self._part.optimizer
+        optimizer = self._part.local
         code = [type(optimizer).load_state_dict, type(optimizer).__setstate__]
         return any(not is_trusted(one) for one in (*code, *load_hooks_of(optimizer)))
 
     def keep(self) -> Undo:
         """Keep what is there now; a load puts other objects in its place."""
-        optimizer = self._part.optimizer
-        state = {key: _shallow(one) for key, one in optimizer.state.items()}
-        groups = [dict(group) for group in optimizer.param_groups]
+        kept = [_kept_of(one) for one in (self._part.local, self._part.optimizer)]
 
         def undo() -> None:
-            optimizer.state.clear()
-            optimizer.state.update(state)
-            for live, group in zip(optimizer.param_groups, groups, strict=True):
-                live.clear()
-                live.update(group)
+            for one in kept:
+                one()
 
         return undo
 
     @torch.no_grad()
     def put(self) -> None:
         """Load the state dict into the optimizer, and undo what torch casts."""
-        part, optimizer = self._part, self._part.optimizer
-        own = optimizer.state_dict()
+        part, local = self._part, self._part.local
+        own = local.state_dict()
         numbers = [number for group in own[GROUPS] for number in group[PARAMS]]
-        by_name = dict(zip(self._names, numbers, strict=True))
+        by_name = dict(zip(self._local_names, numbers, strict=True))
         loaded = {name: self._state_of(name) for name in self._state}
-        kept = {key: one for key, one in own[STATE].items() if self._stays(key, by_name)}
+        others = _unpacked(nested(self._loaded(self._others)))
+        # What is there now stays of parameters that were not saved.
+        missing = [one.partition(": ")[2] for one in self.differences.missing]
+        stays = {by_name[name] for name in missing if name in by_name}
+        state = {key: one for key, one in own[STATE].items() if key in stays}
+        state |= {by_name[name]: one for name, one in loaded.items()}
+        state |= others.pop(_OF_NO_PARAMETER, {})
         groups = [
             {**live, **options, PARAMS: live[PARAMS]}
             for live, options in zip(own[GROUPS], self._options, strict=True)
         ]
-        others = _unpacked(nested(self._loaded(self._others)))
-        state = {by_name[name]: one for name, one in loaded.items()}
-        state |= {key: _unpacked(value) for key, value in nested(self._loaded(self._rest)).items()}
-        optimizer.load_state_dict({**own, **others, STATE: kept | state, GROUPS: groups})
+        local.load_state_dict({**own, **others, STATE: state, GROUPS: groups})
+        if local is not part.optimizer:
+            for live, options in zip(part.optimizer.param_groups, self._options, strict=True):
+                live.update(options)
         wrong = []
-        for parameter, name in zip(part.parameters(), self._names, strict=True):
+        for parameter, name in zip(part.local_parameters(), self._local_names, strict=True):
             if name in loaded:
-                live = optimizer.state.get(parameter)
-                wrong += [f"{name}.{path}" for path in _put_right(live, loaded[name], parameter)]
+                now = local.state.get(parameter)
+                wrong += [f"{name}.{path}" for path in _put_right(now, loaded[name], parameter)]
         if wrong:
             raise StateMismatch(
                 self._where,
                 f"{part.name!r}: after `load_state_dict` these are not what was saved: "
                 f"{listed(wrong)}. The optimizer, or a hook, changes them",
             )
-
-    def _stays(self, key: object, by_name: Mapping[str, int]) -> bool:
-        """Tell whether state that is there now stays: of a parameter that was not saved."""
-        missing = {by_name[one.partition(": ")[2]] for one in self.differences.missing}
-        return key in missing
 
     def _state_of(self, name: str) -> Any:
         leaves = [
@@ -357,8 +369,20 @@ class OptimizerFill:
         return _unpacked(nested(leaves))
 
 
-def _shallow(state: Any) -> Any:
-    return dict(state) if isinstance(state, dict) else state
+def _kept_of(optimizer: Optimizer) -> Undo:
+    state = {
+        key: dict(one) if isinstance(one, dict) else one for key, one in optimizer.state.items()
+    }
+    groups = [dict(group) for group in optimizer.param_groups]
+
+    def undo() -> None:
+        optimizer.state.clear()
+        optimizer.state.update(state)
+        for live, group in zip(optimizer.param_groups, groups, strict=True):
+            live.clear()
+            live.update(group)
+
+    return undo
 
 
 def _unpacked(value: Any) -> Any:

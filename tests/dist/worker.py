@@ -16,6 +16,7 @@ import jobs_sharding
 import jobs_sharing
 import jobs_staged
 import jobs_training
+import jobs_zero
 import torch
 import torch.distributed as dist
 from jobs import DEADLY, JOBS
@@ -30,6 +31,7 @@ MODULES = (
     jobs_sharing,
     jobs_staged,
     jobs_training,
+    jobs_zero,
 )
 
 
