@@ -25,6 +25,15 @@ from dcp_checkfreq.shards.self_described import (
 )
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.names import fqn_of, fqns_of
+from dcp_checkfreq.state.odd_tensors import (
+    AbsentBuffer,
+    absent_buffers,
+    copy_into_expanded,
+    fits_expanded,
+    is_expanded,
+    may_change_shapes,
+    tensors_of,
+)
 from dcp_checkfreq.state.packed import is_packed, pack, unpack
 from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
 from dcp_checkfreq.state.saved import Leaf, Lookup, Renames, SavedState
@@ -107,6 +116,10 @@ class ModulePart:
                 misfits += fill.want(key, self._fqns[key], live, leaves, wanted)
             elif not (isinstance(live, torch.Tensor) and is_lazy(live)):
                 fill.differences.missing.append(f"{self.name}.{self._fqns[key]}")
+        for key, buffer in absent_buffers(self.module).items():
+            leaves = lookup.find(self.name, fqn_of(self.module, key)) if key not in own else []
+            if leaves:
+                misfits += fill.want_buffer(key, fqn_of(self.module, key), buffer, leaves, wanted)
         if misfits:
             raise StateMismatch(saved.where, f"it does not fit: {listed(misfits)}")
         fill.differences.unexpected += [leaf.key for leaf in lookup.unclaimed()]
@@ -125,6 +138,20 @@ class ModuleFill:
         self._tensors: dict[str, WantedTensor] = {}
         self._shards: dict[str, WantedShards] = {}
         self._values: dict[str, list[tuple[Leaf, WantedTensor | WantedValue]]] = {}
+        self._reshaped: dict[str, str] = {}  # what would be said of it, if its module cannot do so
+        self._absent: dict[str, AbsentBuffer] = {}
+
+    def want_buffer(
+        self, key: str, fqn: str, buffer: AbsentBuffer, leaves: list[Leaf], wanted: Wanted
+    ) -> list[str]:
+        """Have a buffer loaded that is None now; return what does not fit."""
+        (leaf,) = leaves if len(leaves) == 1 else (None,)
+        if leaf is None or not leaf.is_tensor or len(leaf.path) > 1:
+            return [f"{self._part.name}.{fqn} is a buffer, and was not saved as a tensor"]
+        self._fqns[key], self._absent[key] = fqn, buffer
+        self.claimed.add(leaf.key)
+        self._tensors[key] = wanted.tensor(leaf)
+        return []
 
     def want(self, key: str, fqn: str, live: Any, leaves: list[Leaf], wanted: Wanted) -> list[str]:
         """Have a key loaded; return what does not fit."""
@@ -146,7 +173,11 @@ class ModuleFill:
         kept: Any = leaf.kept
         size = size_in_checkpoint(live)
         if size != kept.size:
-            return [f"{name}: saved {list(kept.size)}, wanted {list(size)} (shapes differ)"]
+            text = f"{name}: saved {list(kept.size)}, wanted {list(size)} (shapes differ)"
+            is_plain = not isinstance(live, DTensor) and not describes_itself(live)
+            if not is_plain or not may_change_shapes(self._part.module, key):
+                return [text]
+            self._reshaped[key] = text
         if live.dtype != kept.properties.dtype:
             self.differences.cast.append(f"{name} ({kept.properties.dtype} as {live.dtype})")
             self._cast.add(key)
@@ -157,12 +188,32 @@ class ModuleFill:
         return []
 
     def check(self) -> None:
-        """All was seen before it was loaded."""
+        """Compare what was loaded with tensors whose elements share memory; see `Fill.check`."""
+        wrong = [
+            f"{self._part.name}.{self._fqns[key]}"
+            for key, live in self._expanded().items()
+            if not fits_expanded(self._tensors[key].tensor, live)
+        ]
+        if wrong:
+            raise StateMismatch(
+                self._where,
+                f"these are expanded here, so that elements share memory, and were saved with "
+                f"different values there: {listed(wrong)}. Make them `contiguous()` first",
+            )
+
+    def _expanded(self) -> dict[str, torch.Tensor]:
+        """Return live tensors into which torch copies nothing."""
+        found = {key: self._own[key] for key in self._tensors if key in self._own}
+        return {
+            key: live
+            for key, live in found.items()
+            if not isinstance(live, DTensor) and not is_lazy(live) and is_expanded(live)
+        }
 
     @property
     def may_fail(self) -> bool:
         """Whether the module, or a hook, has a say in how it is loaded."""
-        return any(map(_has_a_say, self._part.module.modules()))
+        return bool(self._reshaped) or any(map(_has_a_say, self._part.module.modules()))
 
     @torch.no_grad()
     def keep(self) -> Undo:
@@ -176,10 +227,20 @@ class ModuleFill:
 
         @torch.no_grad()
         def undo() -> None:
+            for buffer in self._absent.values():
+                buffer.take_away()
             for key, value in own.items():
-                if key in locals_:
+                if key in self._reshaped or key not in locals_:
+                    continue
+                if is_expanded(local_of(value)):
+                    copy_into_expanded(local_of(value), locals_[key])
+                else:
                     local_of(value).copy_(locals_[key])
-            others = {key: own[key] for key in own if key not in locals_}
+            others = {
+                key: locals_.get(key, value)
+                for key, value in own.items()
+                if key in self._reshaped or key not in locals_
+            }
             if others:
                 self._part.module.load_state_dict(others, strict=False)
 
@@ -189,22 +250,40 @@ class ModuleFill:
     def put(self) -> None:
         """Load the state dict into the module, and compare."""
         module = self._part.module
+        for key, buffer in self._absent.items():
+            buffer.make(self._tensors[key].tensor, self._device())
         state = module.state_dict()  # what hangs on it, such as versions, stays
+        expanded = self._expanded()
+        themselves = tensors_of(module) if expanded else {}
         for key in list(state):
             if key in self._values:
                 value = tree_of([(leaf.path[1:], one) for leaf, one in self._values[key]])
                 state[key] = unpack(value) if is_packed(value) else value
+            elif key in expanded:
+                copy_into_expanded(state[key], self._tensors[key].tensor)
+                state[key] = themselves.get(key, state[key])  # which is not copied into itself
             elif key in self._tensors:
                 state[key] = _as_input(self._tensors[key], state[key])
             elif key in self._shards:
                 self._shards[key].put(self._own[key])
-            else:
+            elif not (isinstance(state[key], torch.Tensor) and is_lazy(state[key])):
                 del state[key]
-        if self.differences.missing:
-            module.load_state_dict(state, strict=False)
-        else:
-            module.load_state_dict(state)
+        try:
+            if self.differences.missing:
+                module.load_state_dict(state, strict=False)
+            else:
+                module.load_state_dict(state)
+        except RuntimeError as error:
+            if not self._reshaped:
+                raise
+            raise StateMismatch(
+                self._where, f"it does not fit: {listed(list(self._reshaped.values()))}"
+            ) from error
         self._compare(module.state_dict())
+
+    def _device(self) -> torch.device:
+        tensors = tensors_of(self._part.module).values()
+        return next((one.device for one in tensors), torch.device("cpu"))
 
     def _compare(self, live: Mapping[str, Any]) -> None:
         wrong = [

@@ -27,11 +27,20 @@ def inner_of(module: object) -> tuple[str, nn.Module] | None:
     for kind in type(module).__mro__:
         name = _WRAPPERS.get(kind.__name__)
         if name is not None and kind.__module__.partition(".")[0] == "torch":
-            child = vars(module)["_modules"].get(name)
+            child = child_of(module, name)
             return None if child is None else (name, child)
         if kind is nn.Module:
             break
     return None
+
+
+def child_of(module: object, name: str) -> nn.Module | None:
+    """Return the child of a module that has this name. A ScriptModule's are not in a dict."""
+    if not isinstance(module, nn.Module):
+        return None
+    children = vars(module).get("_modules", {})
+    known: nn.Module | None = children[name] if name in children else None  # noqa: SIM401
+    return known
 
 
 def fqn_of(root: nn.Module, key: str) -> str:
@@ -48,7 +57,7 @@ def fqn_of(root: nn.Module, key: str) -> str:
         if is_wrapper_s:
             continue
         kept.append(segment)
-        at = vars(at).get("_modules", {}).get(segment) if isinstance(at, nn.Module) else None
+        at = child_of(at, segment)
     return ".".join(kept)
 
 
