@@ -209,7 +209,6 @@ ODD_NAMES = (
     "tree",
     "x/y",
     "_extra_state",
-    "",
 )
 
 
