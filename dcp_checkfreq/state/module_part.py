@@ -56,6 +56,7 @@ class ModulePart:
         self.module = module
         self._learned_from: object = None
         self._fqns: dict[str, str] = {}  # by key
+        self._renamed: list[tuple[str, str]] = []  # those that differ
         self._no_replicas: frozenset[str] = frozenset()
 
     @torch.no_grad()
@@ -63,13 +64,15 @@ class ModulePart:
         """Return the state dict under FQNs. Tensors are the live ones, detached."""
         own = self.own()
         for key, value in list(own.items()):
+            if type(value) is torch.Tensor:
+                continue  # as nearly all are, in jobs with very many
             if isinstance(value, torch.Tensor):
                 if is_lazy(value):
                     del own[key]  # it has nothing yet
             elif isinstance(value, (dict, list)):
                 own[key] = pack(value)  # DCP would take it apart
-        for key, fqn in self._fqns.items():
-            if key != fqn and key in own:
+        for key, fqn in self._renamed:
+            if key in own:
                 own[fqn] = own.pop(key)
         return own
 
@@ -80,6 +83,7 @@ class ModulePart:
         learned_from = list(own), list(map(type, self.module.modules()))
         if learned_from != self._learned_from:
             self._fqns = fqns_of(self.module, own)
+            self._renamed = [(key, fqn) for key, fqn in self._fqns.items() if key != fqn]
             named = {fqn_of(self.module, name) for name, _ in self._parameters()}
             self._no_replicas = frozenset(self._fqns.values()) - named
             self._learned_from = learned_from

@@ -116,7 +116,9 @@ class OptimizerPart:
 
     def group_names(self) -> list[list[str]]:
         """Return the FQNs in each group."""
-        fqns = self.fqns()
+        return self._grouped(self.fqns())
+
+    def _grouped(self, fqns: Mapping[int, str]) -> list[list[str]]:
         return [[fqns[id(one)] for one in group[PARAMS]] for group in self.optimizer.param_groups]
 
     def share_groups(self, of_all_ranks: list[list[str]]) -> None:
@@ -157,7 +159,7 @@ class OptimizerPart:
                 {key: _option(key, value) for key, value in group.items()}
                 | {PARAMS: self._params(number, of_group)}
                 for number, (group, of_group) in enumerate(
-                    zip(groups, self.group_names(), strict=True)
+                    zip(groups, self._grouped(fqns), strict=True)
                 )
             ],
             **{key: pack(value) for key, value in others.items()},
@@ -194,10 +196,8 @@ def _kept(state: Any) -> Any:
     """Return the state of one parameter with what DCP would take apart packed."""
     if not isinstance(state, dict):
         return pack(state)
-    return {
-        key: pack(value) if isinstance(value, (dict, list)) else value
-        for key, value in state.items()
-    }
+    taken_apart = [key for key, value in state.items() if isinstance(value, (dict, list))]
+    return state | {key: pack(state[key]) for key in taken_apart} if taken_apart else state
 
 
 def _option(key: str, value: Any) -> Any:
