@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jobs_agreement
 import jobs_no_rank_alone
+import jobs_parts
 import jobs_saving
 import jobs_self_described
 import jobs_sharding
@@ -25,6 +26,7 @@ from jobs import DEADLY, JOBS
 MODULES = (
     jobs_agreement,
     jobs_no_rank_alone,
+    jobs_parts,
     jobs_saving,
     jobs_self_described,
     jobs_sharding,
