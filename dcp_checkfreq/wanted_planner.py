@@ -63,7 +63,7 @@ class WantedPlanner(CheckFreqLoadPlanner):
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
         """Return the room for a tensor."""
-        return self._wanted.tensors[index.fqn].tensor
+        return self._wanted.tensors[index.fqn].box(index.offset)
 
     @tells_errors(LoadFailed, "reading a value")
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:

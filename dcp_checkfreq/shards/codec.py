@@ -59,8 +59,8 @@ def check_storable(tensor: torch.Tensor, key: str) -> None:
         raise UnsupportedState(
             key,
             kind,
-            "a wrapper subclass has no bytes of its own. Save its inner tensors under keys of "
-            "their own, or a dequantised copy",
+            "a wrapper subclass has no bytes of its own. `Checkpointer` saves its inner tensors; "
+            "for `dcp.save` put them under keys of their own, or save a dequantised copy",
         )
     if tensor.layout != torch.strided:
         raise UnsupportedState(key, f"{tensor.layout} tensor", "save a dense copy, or its parts")

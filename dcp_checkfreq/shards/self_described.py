@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -23,6 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import UnsupportedState
 from dcp_checkfreq.shards.codec import is_sharded_tensor
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _METHODS = frozenset(("__create_write_items__", "__create_chunk_list__", "__get_tensor_shard__"))
@@ -113,7 +116,9 @@ def memory_parts(key: str, tensor: torch.Tensor) -> list[torch.Tensor]:
 def stand_in(key: str, tensor: torch.Tensor, copies: Sequence[torch.Tensor]) -> torch.Tensor:
     """Return what planners take for the same tensor, with copies in place of `memory_parts`."""
     if _has_methods(tensor):
-        return _Shards.of(tensor, [part.item for part in parts_of(key, tensor)], copies)
+        return Shards.of(
+            tensor.shape, tensor.dtype, [part.item for part in parts_of(key, tensor)], copies
+        )
     (copy,) = copies
     made = copy.view_as(copy)  # an object of its own: others may stand for the same memory
     carry(tensor, made)
@@ -128,7 +133,8 @@ def to_pickle(key: str, tensor: torch.Tensor) -> torch.Tensor:
     if _has_methods(tensor):
         return tensor
     parts = parts_of(key, tensor)
-    return _Shards.of(tensor, [part.item for part in parts], [part.tensor for part in parts])
+    items, shards = [part.item for part in parts], [part.tensor for part in parts]
+    return Shards.of(tensor.shape, tensor.dtype, items, shards)
 
 
 def carry(source: torch.Tensor, target: torch.Tensor) -> None:
@@ -159,17 +165,22 @@ def size_in_checkpoint(tensor: torch.Tensor) -> torch.Size:
     return tensor.size()  # as DCP asks; some have a shape of their own
 
 
-class _Shards(torch.Tensor):
-    """Copies of shards, under the description that the tensor gave which they were copied from."""
+class Shards(torch.Tensor):
+    """Shards, or copies of them, with what DCP is to be told about them."""
 
     _items: list[WriteItem]
     _copies: list[torch.Tensor]
 
     @classmethod
     def of(
-        cls, tensor: torch.Tensor, items: Sequence[WriteItem], copies: Sequence[torch.Tensor]
-    ) -> _Shards:
-        made = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta").as_subclass(cls)
+        cls,
+        size: Sequence[int],
+        dtype: torch.dtype,
+        items: Sequence[WriteItem],
+        copies: Sequence[torch.Tensor],
+    ) -> Self:
+        """Return them as a tensor of the size of the whole, without memory of its own."""
+        made = torch.empty(size, dtype=dtype, device="meta").as_subclass(cls)
         made._items, made._copies = list(items), list(copies)
         return made
 

@@ -114,15 +114,22 @@ class AppState:
         for name in self._names():
             if names is not None and name not in names:
                 continue
+            part = self._part(name)
             try:
-                state = self._part(name).capture()
+                state = part.capture()
             except CheckFreqError:
                 raise
             except Exception as error:  # what user code raises comes out as it is
                 if hasattr(error, "add_note"):  # from Python 3.11 on
                     error.add_note(f"in the state of the registered part {name!r}")
                 raise
-            check_leaves(self._key(name), state, allow_pickle=allow_pickle)
+            check_leaves(
+                self._key(name),
+                state,
+                allow_pickle=allow_pickle,
+                kinds=part.kinds() if isinstance(part, OptimizerPart) else None,
+                has_live=isinstance(part, ModulePart),
+            )
 
     def optimizer_names(self) -> list[str]:
         """Return the names of the registered optimizers."""

@@ -7,6 +7,7 @@ longer than all else that a save does on the training thread. Values always come
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from dcp_checkfreq.errors import StateMismatch
 from dcp_checkfreq.format.torch_private import load_hooks_of
-from dcp_checkfreq.shards.codec import is_same, local_of
+from dcp_checkfreq.shards.codec import is_same
 from dcp_checkfreq.shards.self_described import (
     carry_all,
     describes_itself,
@@ -34,11 +35,22 @@ from dcp_checkfreq.state.odd_tensors import (
     may_change_shapes,
     tensors_of,
 )
-from dcp_checkfreq.state.packed import is_packed, pack, unpack
+from dcp_checkfreq.state.packed import Make, is_packed, pack, tensors_in, unpack
 from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
 from dcp_checkfreq.state.saved import Leaf, Lookup, Renames, SavedState
 from dcp_checkfreq.state.tree import tree_of
 from dcp_checkfreq.state.wanted import Wanted, WantedShards, WantedTensor, WantedValue
+from dcp_checkfreq.state.wrapper_fill import WrapperFill
+from dcp_checkfreq.state.wrappers import (
+    PLAIN,
+    RECORD,
+    Kinds,
+    flat,
+    holds_wrapper,
+    is_taken_apart,
+    live_parts,
+    stored,
+)
 
 _EXTRA_STATE = "_extra_state"
 
@@ -69,12 +81,30 @@ class ModulePart:
             if isinstance(value, torch.Tensor):
                 if is_lazy(value):
                     del own[key]  # it has nothing yet
+                elif type(value) not in PLAIN:
+                    own[key] = self._stored(key, value)
             elif isinstance(value, (dict, list)):
                 own[key] = pack(value)  # DCP would take it apart
         for key, fqn in self._renamed:
             if key in own:
                 own[fqn] = own.pop(key)
         return own
+
+    def _stored(self, key: str, value: torch.Tensor) -> Any:
+        fqn = self._fqns[key]
+        made = stored(value, f"{self.name}.{fqn}")
+        if is_taken_apart(made):
+            self._may_differ(fqn, made, isinstance(value, DTensor))
+        return made
+
+    def _may_differ(self, fqn: str, parts: Mapping[str, Any], is_shard: bool) -> None:
+        """Note which keys of a wrapper may differ between ranks."""
+        if fqn in self._no_replicas or is_shard:
+            inner = {f"{fqn}.{'.'.join(path)}" for path, _ in flat(parts)}
+            if fqn not in self._no_replicas:
+                inner = {one for one in inner if one.endswith(RECORD)}
+            if not inner <= self._no_replicas:
+                self._no_replicas |= inner
 
     def own(self) -> dict[str, Any]:
         """Return the state dict as the module makes it, its keys looked up."""
@@ -144,6 +174,8 @@ class ModuleFill:
         self._values: dict[str, list[tuple[Leaf, WantedTensor | WantedValue]]] = {}
         self._reshaped: dict[str, str] = {}  # what would be said of it, if its module cannot do so
         self._absent: dict[str, AbsentBuffer] = {}
+        self._wrappers: dict[str, WrapperFill] = {}
+        self._kinds: Kinds | None = None  # what wrappers in its extra state may be made of
 
     def want_buffer(
         self, key: str, fqn: str, buffer: AbsentBuffer, leaves: list[Leaf], wanted: Wanted
@@ -166,6 +198,12 @@ class ModuleFill:
             # Whatever it is now: it is of any kind, and of a size of its own.
             self._values[key] = [(leaf, wanted.either(leaf)) for leaf in leaves]
             return []
+        if holds_wrapper(live):
+            fill = WrapperFill(live, name)
+            self._wrappers[key] = fill
+            return fill.want(leaves, wanted)
+        if any(leaf.path[-1] == RECORD for leaf in leaves):
+            return [f"{name} is a plain tensor here, and was saved as a wrapper's inner tensors"]
         (leaf,) = leaves if len(leaves) == 1 else (None,)
         if leaf is None or not leaf.is_tensor or len(leaf.path) > 1:
             return [f"{name} is a tensor, and was not saved as one"]
@@ -192,7 +230,14 @@ class ModuleFill:
         return []
 
     def check(self) -> None:
-        """Compare what was loaded with tensors whose elements share memory; see `Fill.check`."""
+        """Compare what was loaded with wrappers, and with tensors whose elements share memory.
+
+        Raises:
+            StateMismatch: it does not fit.
+        """
+        others = [why for fill in self._wrappers.values() if (why := fill.misfit())]
+        if others:
+            raise StateMismatch(self._where, f"it does not fit: {listed(others)}")
         wrong = [
             f"{self._part.name}.{self._fqns[key]}"
             for key, live in self._expanded().items()
@@ -224,7 +269,9 @@ class ModuleFill:
         """Copy what is there now to the host."""
         own = self._part.module.state_dict()
         locals_ = {
-            key: local_of(value).detach().to("cpu", copy=True)
+            key: {
+                path: one.detach().to("cpu", copy=True) for path, one in live_parts(value).items()
+            }
             for key, value in own.items()
             if isinstance(value, torch.Tensor) and not is_lazy(value)
         }
@@ -236,12 +283,13 @@ class ModuleFill:
             for key, value in own.items():
                 if key in self._reshaped or key not in locals_:
                     continue
-                if is_expanded(local_of(value)):
-                    copy_into_expanded(local_of(value), locals_[key])
-                else:
-                    local_of(value).copy_(locals_[key])
+                for path, one in live_parts(value).items():
+                    if is_expanded(one):
+                        copy_into_expanded(one, locals_[key][path])
+                    else:
+                        one.copy_(locals_[key][path])
             others = {
-                key: locals_.get(key, value)
+                key: locals_[key].get((), value) if key in locals_ else value
                 for key, value in own.items()
                 if key in self._reshaped or key not in locals_
             }
@@ -262,7 +310,7 @@ class ModuleFill:
         for key in list(state):
             if key in self._values:
                 value = tree_of([(leaf.path[1:], one) for leaf, one in self._values[key]])
-                state[key] = unpack(value) if is_packed(value) else value
+                state[key] = unpack(value, self._make(key)) if is_packed(value) else value
             elif key in expanded:
                 copy_into_expanded(state[key], self._tensors[key].tensor)
                 state[key] = themselves.get(key, state[key])  # which is not copied into itself
@@ -270,11 +318,16 @@ class ModuleFill:
                 state[key] = _as_input(self._tensors[key], state[key])
             elif key in self._shards:
                 self._shards[key].put(self._own[key])
+            elif key in self._wrappers:
+                self._wrappers[key].put(state.pop(key))
             elif not (isinstance(state[key], torch.Tensor) and is_lazy(state[key])):
                 del state[key]
         try:
             if self.differences.missing:
                 module.load_state_dict(state, strict=False)
+            elif self._wrappers:
+                # Most of them cannot be copied as a whole, and are in their places already.
+                self._check_keys(module.load_state_dict(state, strict=False))
             else:
                 module.load_state_dict(state)
         except RuntimeError as error:
@@ -289,6 +342,23 @@ class ModuleFill:
         tensors = tensors_of(self._part.module).values()
         return next((one.device for one in tensors), torch.device("cpu"))
 
+    def _make(self, key: str) -> Make:
+        name = f"{self._part.name}.{self._fqns[key]}"
+        if self._kinds is None:
+            self._kinds = Kinds(tensors_in(self._own))
+        return functools.partial(self._kinds.made, where=self._where, key=name)
+
+    def _check_keys(self, found: Any) -> None:
+        """Do what ``strict`` does, for all keys but those of wrappers."""
+        missing = set(getattr(found, "missing_keys", ())) - set(self._wrappers)
+        others = [*sorted(missing), *getattr(found, "unexpected_keys", ())]
+        if others:
+            raise StateMismatch(
+                self._where,
+                f"{self._part.name!r}: `load_state_dict` does not take what was saved: "
+                f"{listed(others)}",
+            )
+
     def _compare(self, live: Mapping[str, Any]) -> None:
         wrong = [
             self._fqns[key]
@@ -299,6 +369,9 @@ class ModuleFill:
             self._fqns[key]
             for key, shards in self._shards.items()
             if key not in self._cast and not shards.is_in(self._own[key])
+        ]
+        wrong += [
+            self._fqns[key] for key, fill in self._wrappers.items() if not fill.is_in(live[key])
         ]
         if wrong:
             raise StateMismatch(

@@ -6,6 +6,9 @@ without a `step`: an optimizer that was never stepped has none, and is saved so.
 
 from __future__ import annotations
 
+import copy
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -15,14 +18,23 @@ from torch.optim import Optimizer
 
 from dcp_checkfreq.errors import StateMismatch, UnsupportedState
 from dcp_checkfreq.format.torch_private import load_hooks_of
-from dcp_checkfreq.shards.codec import is_same
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.names import fqn_of, without_wrappers
-from dcp_checkfreq.state.packed import is_packed, pack, unpack
+from dcp_checkfreq.state.packed import Make, is_packed, pack, tensors_in, unpack
 from dcp_checkfreq.state.part import Undo, is_trusted
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
+from dcp_checkfreq.state.sharded_state import (
+    LAYOUTS,
+    StateWrapper,
+    layouts_of,
+    record_keys,
+    same,
+    sharded_as_said,
+    without_wrapper_tensors,
+)
 from dcp_checkfreq.state.tree import nested
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
+from dcp_checkfreq.state.wrappers import RECORD, Kinds, holds_wrapper, stored
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
 _OF_NO_PARAMETER = "state_of_no_parameter"  # what an optimizer keeps under names of its own
@@ -52,6 +64,7 @@ class OptimizerPart:
         self._modules = modules
         self._learned_from: object = None
         self._fqns: dict[int, str] = {}  # by identity of the parameter
+        self._no_replicas: set[str] = set()
         self._of_all_ranks: list[list[str]] = []  # FQNs in each group, if ranks hold others
         self._is_zero = hasattr(optimizer, "consolidate_state_dict")
         if self._is_zero and not isinstance(getattr(optimizer, "optim", None), Optimizer):
@@ -145,8 +158,10 @@ class OptimizerPart:
                 "Register an object with state_dict and load_state_dict that holds it",
             ) from error
         fqns = self.fqns()
-        names = [fqns[id(one)] for one in self.local_parameters()]
+        parameters = self.local_parameters()
+        names = [fqns[id(one)] for one in parameters]
         by_number = dict(zip(numbers, names, strict=True))
+        of_number = dict(zip(numbers, parameters, strict=True))
         others = {key: value for key, value in own.items() if key not in (STATE, GROUPS)}
         of_no_parameter = {key: one for key, one in state.items() if key not in by_number}
         if of_no_parameter:
@@ -154,7 +169,11 @@ class OptimizerPart:
         if self._is_zero:  # whose groups have the options that count, and all parameters
             groups = self.optimizer.param_groups
         return {
-            STATE: {by_number[key]: _kept(one) for key, one in state.items() if key in by_number},
+            STATE: {
+                by_number[key]: self._kept(one, of_number[key], f"{STATE}.{by_number[key]}")
+                for key, one in state.items()
+                if key in by_number
+            },
             GROUPS: [
                 {key: _option(key, value) for key, value in group.items()}
                 | {PARAMS: self._params(number, of_group)}
@@ -164,6 +183,41 @@ class OptimizerPart:
             ],
             **{key: pack(value) for key, value in others.items()},
         }
+
+    def _kept(self, state: Any, parameter: torch.Tensor | None, name: str) -> Any:
+        """Return the state of one parameter with what DCP would take apart packed."""
+        if not isinstance(state, dict):
+            return pack(state)
+        kept = state
+        # None, as a rule, in jobs with very many.
+        if odd := [key for key, value in state.items() if type(value) is not torch.Tensor]:
+            kept = dict(state)
+            for key in odd:
+                value = state[key]
+                is_taken_apart = isinstance(value, (dict, list))  # by DCP
+                kept[key] = (
+                    pack(value) if is_taken_apart else stored(value, f"{self.name}.{name}.{key}")
+                )
+        if isinstance(parameter, DTensor):
+            self._no_replicas.update(record_keys(name, state, kept))
+            said = layouts_of(state, parameter)
+            if said:
+                kept = kept | {LAYOUTS: said}
+        return kept
+
+    @property
+    def no_replicas(self) -> frozenset[str]:
+        """Keys of what may differ between ranks; see `ModulePart.no_replicas`."""
+        return frozenset(self._no_replicas)
+
+    def kinds(self, *, live: bool = False) -> Kinds:
+        """Return the classes that its wrapper subclasses may be made of.
+
+        Args:
+            live: those of its state now, too. A fresh optimizer has none.
+        """
+        state = (tensors_in(one) for one in self.local.state.values()) if live else ()
+        return Kinds([*self.parameters(), *itertools.chain.from_iterable(state)])
 
     def is_empty(self) -> bool:
         """Tell whether there is nothing to save: never, groups have options."""
@@ -192,14 +246,6 @@ class OptimizerPart:
         return fill, fill.differences
 
 
-def _kept(state: Any) -> Any:
-    """Return the state of one parameter with what DCP would take apart packed."""
-    if not isinstance(state, dict):
-        return pack(state)
-    taken_apart = [key for key, value in state.items() if isinstance(value, (dict, list))]
-    return state | {key: pack(state[key]) for key in taken_apart} if taken_apart else state
-
-
 def _option(key: str, value: Any) -> Any:
     return pack(value) if isinstance(value, (dict, list)) and key != PARAMS else value
 
@@ -219,14 +265,19 @@ class OptimizerFill:
         self._names = [fqns[id(one)] for one in part.parameters()]
         lookup = Lookup(_with_paths(saved, part.name, renames, self._names), renames, (STATE,))
         self._state: dict[str, _Leaves] = {}
+        self._wrappers: dict[str, dict[str, StateWrapper]] = {}  # by FQN and name
+        self._made: dict[str, Any] = {}  # state, by FQN
         self._local_names = [fqns[id(one)] for one in part.local_parameters()]
         for parameter, fqn in zip(part.local_parameters(), self._local_names, strict=True):
             leaves = lookup.find(part.name, fqn)
             if leaves:
                 self.claimed.update(leaf.key for leaf in leaves)
                 live = part.local.state.get(parameter)
+                self._wrappers[fqn] = _wrappers_in(leaves, live, parameter, wanted)
                 self._state[fqn] = [
-                    (leaf.path[2:], self._want(leaf, parameter, live, wanted)) for leaf in leaves
+                    (leaf.path[2:], self._want(leaf, parameter, live, wanted))
+                    for leaf in leaves
+                    if str(leaf.path[2:3] and leaf.path[2]) not in self._wrappers[fqn]
                 ]
         self._others: _Leaves = []
         self._groups: _Leaves = []
@@ -261,6 +312,9 @@ class OptimizerFill:
             raise StateMismatch(
                 self._where, f"{self._part.name!r} was not saved as an optimizer: it has no groups"
             )
+        self._kinds = self._part.kinds(live=True)
+        by_name = dict(zip(self._local_names, self._part.local_parameters(), strict=True))
+        self._made = {name: self._state_of(name, by_name[name]) for name in self._state}
         group_of, unknown = self._saved_groups(groups)
         name, found = self._part.name, self.differences
         found.missing += [f"{name}: {one}" for one in self._names if one not in group_of]
@@ -271,11 +325,11 @@ class OptimizerFill:
             f"{self._saved_part}: {one}" for one in unknown if one not in with_state
         ]
         fqns = self._part.fqns()
-        empty = [_options_of(group) for group in groups if not group[PARAMS]]
+        empty = [self._options_of(group) for group in groups if not group[PARAMS]]
         for number, live in enumerate(self._part.optimizer.param_groups):
             names = [fqns[id(one)] for one in live[PARAMS]]
             numbers = sorted({group_of[one] for one in names if one in group_of})
-            options = [_options_of(groups[one]) for one in numbers] or empty[:1]
+            options = [self._options_of(groups[one]) for one in numbers] or empty[:1]
             if not names:
                 del empty[:1]
             elif any(not _is_equal_dict(one, options[0]) for one in options[1:]):
@@ -285,6 +339,10 @@ class OptimizerFill:
                 )
                 options = []
             self._options.append(options[0] if options else {})
+
+    def _options_of(self, group: Mapping[str, Any]) -> dict[str, Any]:
+        options: dict[str, Any] = self._unpacked(dict(group), self._part.name)
+        return {key: one for key, one in options.items() if key not in (PARAMS, _PARAM_NAMES)}
 
     def _saved_groups(self, groups: list[dict[str, Any]]) -> tuple[dict[str, int], list[str]]:
         """Return the number of the group that a parameter here was saved in, and unknown names."""
@@ -333,13 +391,17 @@ class OptimizerFill:
         own = local.state_dict()
         numbers = [number for group in own[GROUPS] for number in group[PARAMS]]
         by_name = dict(zip(self._local_names, numbers, strict=True))
-        loaded = {name: self._state_of(name) for name in self._state}
-        others = _unpacked(nested(self._loaded(self._others)))
+        others = self._unpacked(nested(self._loaded(self._others)), part.name)
         # What is there now stays of parameters that were not saved.
-        missing = [one.partition(": ")[2] for one in self.differences.missing]
-        stays = {by_name[name] for name in missing if name in by_name}
-        state = {key: one for key, one in own[STATE].items() if key in stays}
-        state |= {by_name[name]: one for name, one in loaded.items()}
+        missing = {one.partition(": ")[2] for one in self.differences.missing}
+        loaded = self._made | {
+            name: copy.copy(local.state[parameter])
+            for name, parameter in zip(self._local_names, part.local_parameters(), strict=True)
+            if name in missing and parameter in local.state
+        }
+        state: dict[Any, Any] = {
+            by_name[name]: without_wrapper_tensors(one) for name, one in loaded.items()
+        }
         state |= others.pop(_OF_NO_PARAMETER, {})
         groups = [
             {**live, **options, PARAMS: live[PARAMS]}
@@ -361,12 +423,17 @@ class OptimizerFill:
                 f"{listed(wrong)}. The optimizer, or a hook, changes them",
             )
 
-    def _state_of(self, name: str) -> Any:
-        leaves = [
-            (path, one.value if isinstance(one, WantedValue) else one.made())
-            for path, one in self._state[name]
-        ]
-        return _unpacked(nested(leaves))
+    def _state_of(self, name: str, parameter: torch.Tensor) -> Any:
+        key = f"{self._part.name}.{STATE}.{name}"
+        state = self._unpacked(nested(self._loaded(self._state[name])), key)
+        if isinstance(state, dict):
+            state = sharded_as_said(state, state.pop(LAYOUTS, ()), parameter)
+            for one, wrapper in self._wrappers[name].items():
+                state[one] = wrapper.made(self._kinds, self._where, f"{key}.{one}")
+        return state
+
+    def _unpacked(self, value: Any, key: str) -> Any:
+        return _unpacked(value, functools.partial(self._kinds.made, where=self._where, key=key))
 
 
 def _kept_of(optimizer: Optimizer) -> Undo:
@@ -385,21 +452,32 @@ def _kept_of(optimizer: Optimizer) -> Undo:
     return undo
 
 
-def _unpacked(value: Any) -> Any:
+def _wrappers_in(
+    leaves: list[Leaf], live: Any, parameter: torch.Tensor, wanted: Wanted
+) -> dict[str, StateWrapper]:
+    """Return the wrappers among the saved state of a parameter, by name."""
+    names = [str(leaf.path[2]) for leaf in leaves if leaf.path[3:] == (RECORD,)]
+    return {
+        name: StateWrapper(
+            [leaf for leaf in leaves if len(leaf.path) > 2 and str(leaf.path[2]) == name],
+            live.get(name) if isinstance(live, Mapping) else None,
+            parameter,
+            wanted,
+        )
+        for name in names
+    }
+
+
+def _unpacked(value: Any, make: Make) -> Any:
     if is_packed(value):
-        return unpack(value)
+        return unpack(value, make)
     if isinstance(value, dict):
-        return {key: unpack(one) if is_packed(one) else one for key, one in value.items()}
+        return {key: unpack(one, make) if is_packed(one) else one for key, one in value.items()}
     return value
 
 
 def _is_group(group: object) -> bool:
     return isinstance(group, dict) and isinstance(group.get(PARAMS), list)
-
-
-def _options_of(group: Mapping[str, Any]) -> dict[str, Any]:
-    options: dict[str, Any] = _unpacked(dict(group))
-    return {key: one for key, one in options.items() if key not in (PARAMS, _PARAM_NAMES)}
 
 
 def _is_equal_dict(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -408,7 +486,7 @@ def _is_equal_dict(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
-        return is_same(one, other)
+        return same(one, other)
     return type(one) is type(other) and bool(one == other)
 
 
@@ -427,7 +505,7 @@ def _put_right(live: Any, loaded: Any, parameter: torch.Tensor) -> list[str]:
         if _is_as_loaded(live.get(key), value):
             continue
         if isinstance(value, torch.Tensor) and isinstance(live.get(key), torch.Tensor):
-            live[key] = value.to(live[key].device)
+            live[key] = value if holds_wrapper(value) else value.to(live[key].device)
         elif isinstance(value, (dict, list, tuple)):
             live[key] = _moved(value, parameter.device)
         else:
@@ -437,7 +515,7 @@ def _put_right(live: Any, loaded: Any, parameter: torch.Tensor) -> list[str]:
 
 def _is_as_loaded(live: Any, loaded: Any) -> bool:
     if isinstance(loaded, torch.Tensor):
-        return isinstance(live, torch.Tensor) and is_same(live, loaded)
+        return isinstance(live, torch.Tensor) and same(live, loaded)
     if type(live) is not type(loaded):
         return False
     if isinstance(loaded, Mapping):
@@ -451,7 +529,7 @@ def _is_as_loaded(live: Any, loaded: Any) -> bool:
 
 def _moved(value: Any, device: torch.device) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.to(device)
+        return value if value.device == device else value.to(device)
     if isinstance(value, dict):
         return {key: _moved(inner, device) for key, inner in value.items()}
     if type(value) in (list, tuple):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import MutableMapping
 from typing import Any
 
@@ -10,15 +11,17 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_checkfreq.errors import StateMismatch
+from dcp_checkfreq.shards.boxes import Boxed
 from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.shards.self_described import describes_itself, size_in_checkpoint
 from dcp_checkfreq.state.differences import Differences, listed
-from dcp_checkfreq.state.packed import TENSORS, TREE, pack, unpack
+from dcp_checkfreq.state.packed import TENSORS, TREE, Make, pack, tensors_in, unpack
 from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
 from dcp_checkfreq.state.per_rank import PerRank
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.tree import tree_of
 from dcp_checkfreq.state.wanted import AnyWanted, Wanted
+from dcp_checkfreq.state.wrappers import Kinds
 
 
 class ValuePart:
@@ -64,10 +67,13 @@ class ValuePart:
 
     def capture(self) -> dict[str, Any]:
         """Return the packed state."""
-        value = self.value
-        state = value.state_dict() if isinstance(value, Stateful) else value
+        state = self._state()
         with naming(lambda: state, self.name):
             return pack(state)
+
+    def _state(self) -> Any:
+        value = self.value
+        return value.state_dict() if isinstance(value, Stateful) else value
 
     def is_empty(self) -> bool:
         """Tell whether there is nothing to save: never, None is a value."""
@@ -95,13 +101,15 @@ class ValuePart:
                 f"{self.name!r} was not saved as a value, but as something else: "
                 f"{listed([leaf.key for leaf in lookup.unclaimed()]) or 'nothing'}",
             )
-        live = self.capture()[TENSORS]
+        state = self._state()
+        live = pack(state)[TENSORS]
         leaves = []
         for leaf in [*tree, *tensors]:
             number = leaf.path[1] if len(leaf.path) > 1 else None
             is_known = isinstance(number, int) and number < len(live)
             leaves.append((leaf.path, _want(leaf, live[number] if is_known else None, wanted)))
-        return ValueFill(self, leaves), Differences()
+        make = functools.partial(Kinds(tensors_in(state)).made, where=saved.where, key=self.name)
+        return ValueFill(self, leaves, make), Differences()
 
 
 def _want(leaf: Leaf, live: torch.Tensor | None, wanted: Wanted) -> AnyWanted:
@@ -111,7 +119,7 @@ def _want(leaf: Leaf, live: torch.Tensor | None, wanted: Wanted) -> AnyWanted:
     kept: Any = leaf.kept
     if live is None or size_in_checkpoint(live) != kept.size:
         return wanted.tensor(leaf)
-    if describes_itself(live):
+    if describes_itself(live) and not isinstance(live, Boxed):
         return wanted.shards(leaf, live)
     one = wanted.tensor(leaf, live)
     one.device = live.device
@@ -121,12 +129,19 @@ def _want(leaf: Leaf, live: torch.Tensor | None, wanted: Wanted) -> AnyWanted:
 class ValueFill:
     """An object or value that is being restored."""
 
-    def __init__(self, part: ValuePart, leaves: list[tuple[Path, AnyWanted]]) -> None:
-        self._part, self._leaves = part, leaves
+    def __init__(self, part: ValuePart, leaves: list[tuple[Path, AnyWanted]], make: Make) -> None:
+        self._part, self._leaves, self._make = part, leaves, make
+        self._loaded: Any = None
         self.claimed: set[str] = set()
 
     def check(self) -> None:
-        """A value replaces another one: it fits."""
+        """Put the value together; as it replaces another one, it fits.
+
+        Raises:
+            StateMismatch: it has a wrapper subclass that is not known here.
+        """
+        packed = tree_of(self._leaves)
+        self._loaded = unpack({TREE: packed[TREE], TENSORS: packed.get(TENSORS, [])}, self._make)
 
     @property
     def may_fail(self) -> bool:
@@ -150,9 +165,7 @@ class ValueFill:
 
     def put(self) -> None:
         """Hand the state to the object, or put the value in the place of the one before."""
-        packed = tree_of(self._leaves)
-        value = self._part.value
-        loaded = unpack({TREE: packed[TREE], TENSORS: packed.get(TENSORS, [])})
+        value, loaded = self._part.value, self._loaded
         if isinstance(value, Stateful):
             value.load_state_dict(loaded)
         else:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, ReadItem
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 from torch.distributed.tensor import DTensor
 
+from dcp_checkfreq.shards.boxes import Box, Boxed, Layout, layout_of, whole
 from dcp_checkfreq.shards.codec import is_same
 from dcp_checkfreq.shards.self_described import parts_of
 from dcp_checkfreq.state.saved import Leaf
@@ -41,33 +43,37 @@ class WantedTensor:
     def __init__(
         self,
         leaf: Leaf,
-        like: DTensor | None,
+        like: DTensor | Boxed | None,
         name: str,
         chunk: ChunkStorageMetadata | None = None,
     ) -> None:
         kept = leaf.kept
         assert isinstance(kept, TensorStorageMetadata)
         self.leaf, self.kept, self.name = leaf, kept, name
-        self._like = like
+        self._like = like.source if isinstance(like, Boxed) else like
         self.device: torch.device | None = None
         if chunk is not None:
-            self.chunk = chunk
-        elif like is None:
-            self.chunk = ChunkStorageMetadata(torch.Size([0] * len(kept.size)), kept.size)
+            box = Box(tuple(chunk.offsets), (0,) * len(chunk.sizes), tuple(chunk.sizes))
+            self._layout = Layout(tuple(kept.size), box.sizes, (box,))
+        elif isinstance(like, Boxed):
+            self._layout = like.held
         else:
-            (self.chunk,) = like.__create_chunk_list__()  # type: ignore[no-untyped-call]
-        self.tensor = torch.empty(self.chunk.sizes, dtype=kept.properties.dtype)
+            self._layout = whole(kept.size) if like is None else layout_of(like)
+        self.tensor = torch.empty(self._layout.local, dtype=kept.properties.dtype)
 
     def items(self) -> list[ReadItem]:
         """Return what is to be read."""
-        chunks = self.kept.chunks
-        if len(chunks) == 1 and chunks[0].sizes == self.kept.size == self.chunk.sizes:
+        chunks, here = self.kept.chunks, self._layout.boxes
+        is_whole = len(here) == 1 and here[0].sizes == self.kept.size
+        if is_whole and len(chunks) == 1 and chunks[0].sizes == self.kept.size:
             origin = chunks[0].offsets
             source = MetadataIndex(self.leaf.key, origin, 0)
             target = MetadataIndex(self.name, origin, 0)
             tensor = LoadItemType.TENSOR
             return [ReadItem(tensor, target, origin, source, origin, self.kept.size)]
-        items = create_read_items_for_chunk_list(self.leaf.key, self.kept, [self.chunk])
+        items = create_read_items_for_chunk_list(
+            self.leaf.key, self.kept, [box.chunk for box in here]
+        )
         if self.name == self.leaf.key:
             return items
         return [
@@ -76,6 +82,14 @@ class WantedTensor:
             )
             for item in items
         ]
+
+    def box(self, offset: Sequence[int] | None) -> torch.Tensor:
+        """Return the room for the box at an offset in the whole tensor."""
+        boxes = self._layout.boxes
+        if len(boxes) == 1:
+            return self.tensor
+        (found,) = (box for box in boxes if box.offset == tuple(offset or ()))
+        return found.of(self.tensor)
 
     def made(self) -> torch.Tensor:
         """Return the loaded tensor on its device, sharded if it is to be."""
@@ -139,8 +153,8 @@ class Wanted:
         self.values: dict[str, WantedValue] = {}
 
     def tensor(self, leaf: Leaf, like: torch.Tensor | None = None) -> WantedTensor:
-        """Have a tensor loaded; in whole, unless ``like`` is a DTensor."""
-        sharded = like if isinstance(like, DTensor) else None
+        """Have a tensor loaded; in whole, unless ``like`` is a DTensor or has boxes."""
+        sharded = like if isinstance(like, (DTensor, Boxed)) else None
         wanted = WantedTensor(leaf, sharded, self._free(leaf.key))
         self.tensors[wanted.name] = wanted
         return wanted

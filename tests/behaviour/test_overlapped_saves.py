@@ -8,6 +8,7 @@ import pytest
 import torch
 from overlap_tools import RECIPES, WIDE, Recipe, saved_differs, snapshot_of
 from torch import nn
+from wrapper_kinds import Momentum8, Quantised
 
 from dcp_checkfreq import (
     Checkpointer,
@@ -510,3 +511,33 @@ def test_many_failed_snapshots_in_a_row_raise(root, late):
         train()
     assert ckpt.step in (4, 5), "told by the next call, or by the next save at the latest"
     ckpt.close()
+
+
+def test_inner_tensors_of_wrappers_are_as_they_were_then(root, late):
+    """They are replaced at every step of one layer, and changed in place in the other."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(WIDE, WIDE), nn.Linear(WIDE, 8))
+    optimizer = Momentum8(model.parameters(), lr=0.1)
+    wanted = {}
+    with (
+        torch.serialization.safe_globals([Quantised]),
+        checkpointer(root, {"model": model, "optim": optimizer}, every=2) as ckpt,
+    ):
+        for step in range(1, 9):
+            model(torch.ones(2, WIDE) * step).square().mean().backward()
+            optimizer.step()
+            optimizer.state[model[1].weight]["m"].codes.sub_(1)
+            optimizer.zero_grad()
+            if step % 2 == 0:
+                moments = [optimizer.state[model[n].weight]["m"] for n in range(2)]
+                wanted[step] = [
+                    inner.clone() for one in moments for inner in (one.codes, one.scale)
+                ]
+                late.hold()
+            ckpt.after_step()
+        late.release()
+    assert late.copies == len(wanted)
+    assert ckpt.failures_in_a_row == 0
+    names = [f"optim.state.{n}.weight.m.{name}" for n in (0, 1) for name in ("codes", "scale")]
+    for step, state in wanted.items():
+        assert saved_differs(root, step, dict(zip(names, state, strict=True))) == []

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import jobs_agreement
+import jobs_dtensors
 import jobs_no_rank_alone
 import jobs_parts
 import jobs_saving
@@ -25,6 +26,7 @@ from jobs import DEADLY, JOBS
 # Importing a module of jobs registers them.
 MODULES = (
     jobs_agreement,
+    jobs_dtensors,
     jobs_no_rank_alone,
     jobs_parts,
     jobs_saving,

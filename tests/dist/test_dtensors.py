@@ -1,0 +1,46 @@
+"""DTensors of every kind, and wrappers in them, come back as they were, also to other ranks."""
+
+import pytest
+from launch import start, values
+
+pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
+
+JOBS = ["dtensors_through_checkpointer", "sharded_states", "partial_is_refused"]
+
+
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory):
+    return tmp_path_factory.mktemp("dtensors")
+
+
+@pytest.fixture(scope="module")
+def two(shared):
+    return start(2, shared, JOBS)
+
+
+@pytest.fixture(scope="module")
+def one(shared, two):
+    return start(1, shared, JOBS[:2])
+
+
+def test_every_placement_and_wrapper_comes_back(two):
+    assert values(two["dtensors_through_checkpointer"]) == [[], []]
+
+
+def test_they_come_back_to_one_rank(one):
+    assert values(one["dtensors_through_checkpointer"]) == [[]]
+
+
+def test_a_fresh_optimizer_gets_its_state_sharded_as_it_was(two):
+    assert values(two["sharded_states"]) == [[], []]
+
+
+def test_a_fresh_optimizer_of_one_rank_gets_it(one):
+    assert values(one["sharded_states"]) == [[]]
+
+
+def test_partial_sums_are_refused_by_key_when_registered(two):
+    for text in values(two["partial_is_refused"]):
+        assert "'v.deep.0'" in text
+        assert "Partial" in text
+        assert "redistribute" in text
