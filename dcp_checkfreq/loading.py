@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_checkfreq import options
+from dcp_checkfreq.errors import BadLocation
 from dcp_checkfreq.reader import CheckFreqReader
 from dcp_checkfreq.state.app_state import AppState
 from dcp_checkfreq.state.differences import Differences
@@ -49,9 +50,12 @@ def load_part(
         What was missing, unexpected or cast; nothing of it if ``strict``.
 
     Raises:
+        BadLocation: ``path`` is None, for one: there is no checkpoint.
         LoadFailed: see the subclasses.
     """
     options.check(options.LOAD_PART, locals())
+    if path is None:
+        raise BadLocation("None", "`find_latest_valid` has found no whole checkpoint there")
     reader = CheckFreqReader(
         path, threads=threads, allow_pickle=allow_pickle, storage_options=storage_options
     )

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from dcp_checkfreq import (
+    BadLocation,
     Checkpointer,
     PerRank,
     StateMismatch,
@@ -359,6 +360,11 @@ def test_one_part_without_a_run(tmp_path):
     found = load_part(find_latest_valid(tmp_path), "model", into=bigger, strict=False)
     assert found.missing == ["model.2.weight", "model.2.bias"]
     assert bits(bigger[:2].state_dict()) == before
+
+
+def test_no_checkpoint_is_said_so(tmp_path):
+    with pytest.raises(BadLocation, match="has found no whole checkpoint"):
+        load_part(find_latest_valid(tmp_path), "model", into=net(1, 1))
 
 
 # --- one way in ---
