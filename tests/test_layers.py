@@ -67,6 +67,7 @@ LEVELS = {
     "holders": 0,
     "switching": 0,
     "state": 3,
+    "held_optimizers": 2,
     "wanted_planner": 4,
     "loading": 5,
     "registered": 5,

@@ -47,6 +47,7 @@ __all__ = [
     "end_workers",
     "get_default_store",
     "get_layout",
+    "is_initialised",
     "load_hooks_of",
     "versions_of",
 ]
@@ -112,6 +113,11 @@ def dcp_load(
         process_group=process_group,
         no_dist=no_dist,
     )
+
+
+def is_initialised(optimizer: torch.optim.Optimizer) -> bool:
+    """Tell whether `Optimizer.__init__` has run: wrappers may hand all on and leave it out."""
+    return "_optimizer_step_pre_hooks" in vars(optimizer)
 
 
 def load_hooks_of(owner: torch.nn.Module | torch.optim.Optimizer) -> list[object]:

@@ -12,6 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from dcp_checkfreq.errors import SnapshotFailed
+from dcp_checkfreq.held_optimizers import initialised_in
 from dcp_checkfreq.outcome import report
 from dcp_checkfreq.shards.codec import local_of
 
@@ -69,12 +70,18 @@ class Guard:
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._hooks = [
             remove
-            for optimizer in optimizers
+            for optimizer in self._heard(optimizers)
             for remove in (
                 optimizer.register_step_pre_hook(self._before),
                 optimizer.register_step_post_hook(self._after),
             )
         ]
+
+    @staticmethod
+    def _heard(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+        """Return those whose steps are heard of, once each; a wrapper's are those inside of it."""
+        found = [one for optimizer in optimizers for one in initialised_in(optimizer)]
+        return list({id(one): one for one in found}.values())
 
     @torch.no_grad()
     def addresses(self) -> set[Address]:
@@ -87,7 +94,8 @@ class Guard:
             for group in optimizer.param_groups:
                 yield from group["params"]
             for state in optimizer.state.values():
-                for value in state.values():
+                # an optimizer made by hand may keep one tensor, or anything
+                for value in state.values() if isinstance(state, dict) else (state,):
                     if isinstance(value, torch.Tensor):
                         yield value
 

@@ -19,8 +19,9 @@ from torch.optim import Optimizer
 from dcp_checkfreq.errors import StateMismatch, UnsupportedState
 from dcp_checkfreq.format.torch_private import load_hooks_of
 from dcp_checkfreq.state.differences import Differences, listed
+from dcp_checkfreq.state.from_torch import kept_from_torch, survives
 from dcp_checkfreq.state.names import fqn_of, without_wrappers
-from dcp_checkfreq.state.packed import Make, is_packed, pack, tensors_in, unpack
+from dcp_checkfreq.state.packed import TREE, Make, is_packed, pack, tensors_in, unpack
 from dcp_checkfreq.state.part import Undo, is_trusted
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.sharded_state import (
@@ -33,6 +34,7 @@ from dcp_checkfreq.state.sharded_state import (
     without_wrapper_tensors,
 )
 from dcp_checkfreq.state.tree import nested
+from dcp_checkfreq.state.value_part import AbsentFill, ValueFill, ValuePart
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
 from dcp_checkfreq.state.wrappers import RECORD, Kinds, holds_wrapper, stored
 
@@ -151,12 +153,14 @@ class OptimizerPart:
             state, groups = own[STATE], own[GROUPS]
             numbers = [number for group in groups for number in group[PARAMS]]
         except (KeyError, TypeError) as error:
-            raise UnsupportedState(
-                self.name,
-                type(self.optimizer).__name__,
-                "its state dict has no 'state' and 'param_groups' as torch's optimizers have. "
-                "Register an object with state_dict and load_state_dict that holds it",
-            ) from error
+            if any(isinstance(one, DTensor) for one in self.parameters()):
+                raise UnsupportedState(
+                    self.name,
+                    type(self.optimizer).__name__,
+                    "its state dict has no 'state' and 'param_groups' as torch's optimizers have, "
+                    "so what belongs to which sharded parameter is not known",
+                ) from error
+            return pack(own)
         fqns = self.fqns()
         parameters = self.local_parameters()
         names = [fqns[id(one)] for one in parameters]
@@ -186,7 +190,7 @@ class OptimizerPart:
 
     def _kept(self, state: Any, parameter: torch.Tensor | None, name: str) -> Any:
         """Return the state of one parameter with what DCP would take apart packed."""
-        if not isinstance(state, dict):
+        if not isinstance(state, dict) or not state:  # of an empty one DCP would keep nothing
             return pack(state)
         kept = state
         # None, as a rule, in jobs with very many.
@@ -240,8 +244,11 @@ class OptimizerPart:
 
     def fill(
         self, saved: SavedState, renames: Renames, wanted: Wanted
-    ) -> tuple[OptimizerFill, Differences]:
+    ) -> tuple[OptimizerFill | ValueFill | AbsentFill, Differences]:
         """See `Part.fill`."""
+        saved_part, _ = renames.saved_name(self.name)
+        if any(leaf.path[:1] == (TREE,) for leaf in saved.parts.get(saved_part, ())):
+            return ValuePart(self.name, {self.name: self.optimizer}, 0).fill(saved, renames, wanted)
         fill = OptimizerFill(self, saved, renames, wanted)
         return fill, fill.differences
 
@@ -407,7 +414,8 @@ class OptimizerFill:
             {**live, **options, PARAMS: live[PARAMS]}
             for live, options in zip(own[GROUPS], self._options, strict=True)
         ]
-        local.load_state_dict({**own, **others, STATE: state, GROUPS: groups})
+        with kept_from_torch(local):
+            local.load_state_dict({**own, **others, STATE: state, GROUPS: groups})
         if local is not part.optimizer:
             for live, options in zip(part.optimizer.param_groups, self._options, strict=True):
                 live.update(options)
@@ -506,7 +514,7 @@ def _put_right(live: Any, loaded: Any, parameter: torch.Tensor) -> list[str]:
             continue
         if isinstance(value, torch.Tensor) and isinstance(live.get(key), torch.Tensor):
             live[key] = value if holds_wrapper(value) else value.to(live[key].device)
-        elif isinstance(value, (dict, list, tuple)):
+        elif isinstance(value, (dict, list, tuple)) or not survives(value):
             live[key] = _moved(value, parameter.device)
         else:
             wrong.append(str(key))
@@ -524,7 +532,7 @@ def _is_as_loaded(live: Any, loaded: Any) -> bool:
         )
     if isinstance(loaded, (list, tuple)):
         return len(live) == len(loaded) and all(map(_is_as_loaded, live, loaded))
-    return True
+    return survives(loaded)
 
 
 def _moved(value: Any, device: torch.device) -> Any:
