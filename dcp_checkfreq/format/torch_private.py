@@ -121,9 +121,9 @@ def is_initialised(optimizer: torch.optim.Optimizer) -> bool:
 
 
 def load_hooks_of(owner: torch.nn.Module | torch.optim.Optimizer) -> list[object]:
-    """Return the functions that run when a module or optimizer loads a state dict."""
+    """Return the functions that decide what a state dict has, or run when one is loaded."""
     names = (
-        ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks")
+        ("_load_state_dict_pre_hooks", "_load_state_dict_post_hooks", "_state_dict_hooks")
         if isinstance(owner, torch.nn.Module)
         else (
             "_optimizer_load_state_dict_pre_hooks",

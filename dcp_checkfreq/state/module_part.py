@@ -305,6 +305,7 @@ class ModuleFill:
         for key, buffer in self._absent.items():
             buffer.make(self._tensors[key].tensor, self._device())
         state = module.state_dict()  # what hangs on it, such as versions, stays
+        own = frozenset(state)
         expanded = self._expanded()
         themselves = tensors_of(module) if expanded else {}
         for key in list(state):
@@ -323,11 +324,10 @@ class ModuleFill:
             elif not (isinstance(state[key], torch.Tensor) and is_lazy(state[key])):
                 del state[key]
         try:
-            if self.differences.missing:
-                module.load_state_dict(state, strict=False)
-            elif self._wrappers:
-                # Most of them cannot be copied as a whole, and are in their places already.
-                self._check_keys(module.load_state_dict(state, strict=False))
+            if self.differences.missing or is_trusted(type(module).load_state_dict):
+                # Not strict: wrappers are in their places already, and hooks of `state_dict` may
+                # leave out what is not to be saved. What is missing here is looked at below.
+                self._check_keys(module.load_state_dict(state, strict=False), own)
             else:
                 module.load_state_dict(state)
         except RuntimeError as error:
@@ -348,9 +348,10 @@ class ModuleFill:
             self._kinds = Kinds(tensors_in(self._own))
         return functools.partial(self._kinds.made, where=self._where, key=name)
 
-    def _check_keys(self, found: Any) -> None:
-        """Do what ``strict`` does, for all keys but those of wrappers."""
-        missing = set(getattr(found, "missing_keys", ())) - set(self._wrappers)
+    def _check_keys(self, found: Any, own: frozenset[str]) -> None:
+        """Do what ``strict`` does, for all keys that are saved, but not for those of wrappers."""
+        absent = {key for key in own if key not in self._fqns}  # is not in the checkpoint, either
+        missing = set(getattr(found, "missing_keys", ())) & own - set(self._wrappers) - absent
         others = [*sorted(missing), *getattr(found, "unexpected_keys", ())]
         if others:
             raise StateMismatch(

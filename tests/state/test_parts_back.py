@@ -257,6 +257,49 @@ def test_a_hook_that_changes_what_is_loaded_is_noticed(tmp_path):
     assert bits(parts["model"].state_dict()) == before
 
 
+class Adapted(nn.Module):
+    """Its state dict has only what is trained; the base comes from elsewhere."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.base = net(3, 3, seed=4)
+        self.adapter = net(3, 3, seed=seed)
+
+        def leave_out(module, state, prefix, _):
+            for key in [key for key in state if key.startswith(f"{prefix}base.")]:
+                del state[key]
+
+        self.register_state_dict_post_hook(leave_out)
+
+
+def test_what_a_hook_of_the_state_dict_leaves_out_stays_as_it_is(tmp_path):
+    saved = Adapted(5)
+    save(tmp_path, {"model": saved})
+    fresh = Adapted(6)
+    base = bits(fresh.base.state_dict())
+    restored(tmp_path, {"model": fresh})
+    assert bits(fresh.state_dict()) == bits(saved.state_dict())
+    assert bits(fresh.base.state_dict()) == base
+
+
+def test_a_hook_that_renames_and_nothing_that_takes_it_back_is_noticed(tmp_path):
+    def renaming(seed):
+        model = net(3, 3, seed=seed)
+
+        def rename(module, state, prefix, _):
+            state["other"] = state.pop("0.weight")
+
+        model.register_state_dict_post_hook(rename)
+        return {"model": model}
+
+    save(tmp_path, renaming(5))
+    parts = renaming(6)
+    before = bits(parts["model"].state_dict())
+    with pytest.raises(StateMismatch, match="does not take what was saved: other"):
+        restored(tmp_path, parts)
+    assert bits(parts["model"].state_dict()) == before
+
+
 # --- parts of it ---
 
 
