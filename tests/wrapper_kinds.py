@@ -29,6 +29,8 @@ class Quantised(torch.Tensor):
         aten = torch.ops.aten
         if function in (aten.detach.default, aten.alias.default):
             return cls(args[0].codes, args[0].scale, args[0].zero)
+        if function is aten.slice.Tensor and args[1] == 0:
+            return type(args[0]).of_rows(args[0], slice(*args[2:4]))
         if function is aten.view.default and tuple(args[1]) == tuple(args[0].shape):
             return cls(args[0].codes, args[0].scale, args[0].zero)
 
@@ -40,6 +42,41 @@ class Quantised(torch.Tensor):
         if function is aten.copy_.default:
             raise NotImplementedError("copy_ into codes")
         return function(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+
+    def of_rows(self, rows):
+        return Quantised(self.codes[rows], self.scale[rows], self.zero)
+
+
+class Shaped(Quantised):
+    """Codes lie flat, and its context says the shape; each shard has another one."""
+
+    @staticmethod
+    def __new__(cls, codes, scale, shape):
+        return torch.Tensor._make_wrapper_subclass(cls, shape, dtype=torch.float32)
+
+    def __init__(self, codes, scale, shape):
+        self.codes, self.scale, self.shape_said = codes, scale, tuple(shape)
+
+    def __tensor_flatten__(self):
+        return ["codes", "scale"], {"shape": self.shape_said}
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner, context, size, stride):
+        return cls(inner["codes"], inner["scale"], context["shape"])
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        aten = torch.ops.aten
+        if function in (aten.detach.default, aten.alias.default, aten.view.default):
+            return Shaped(args[0].codes, args[0].scale, args[0].shape_said)
+        if function is aten.slice.Tensor and args[1] == 0:
+            return args[0].of_rows(slice(*args[2:4]))
+        raise NotImplementedError(str(function))
+
+    def of_rows(self, rows):
+        columns = self.shape_said[1]
+        codes = self.codes.view(self.shape_said)[rows].reshape(-1)
+        return Shaped(codes, self.scale[rows], (len(codes) // columns, columns))
 
 
 class Other(Quantised):

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+import torch
 from torch import nn
+
+from dcp_checkfreq.state.differences import listed
 
 # Class (it or a base, of torch's own) to the name of its child. Most have no public name.
 _WRAPPERS = {
@@ -84,3 +87,34 @@ def by_name_without_wrappers(names: Iterable[str]) -> Mapping[str, str]:
         bare = without_wrappers(name)
         found[bare] = None if bare in found else name
     return {bare: name for bare, name in found.items() if name is not None}
+
+
+def why_nameless(
+    parameters: Iterable[torch.Tensor], named: Mapping[int, str], modules: Mapping[str, nn.Module]
+) -> str:
+    """Return what is to be said of an optimizer's parameters that are in no module.
+
+    Args:
+        parameters: of the optimizer, in order.
+        named: the FQNs of those that are in a module, by identity.
+        modules: the registered ones.
+    """
+    nameless = [(number, one) for number, one in enumerate(parameters) if id(one) not in named]
+    shapes = {one.shape for _, one in nameless}
+    not_held = [
+        f"{part}.{fqn_of(module, name)}"
+        for part, module in modules.items()
+        for name, one in module.named_parameters()
+        if id(one) not in named and one.requires_grad and one.shape in shapes
+    ]
+    numbers = [f"number {number} of shape {list(one.shape)}" for number, one in nameless]
+    text = (
+        f"{len(nameless)} of its parameters are in none of the registered modules, so they have "
+        f"no names to be saved under: {listed(numbers)}. Register the module too"
+    )
+    if not_held:
+        text += (
+            f". If a parameter was replaced after the optimizer was made, as {listed(not_held)} "
+            "may have been, it holds the one before and does not train the new one: make it anew"
+        )
+    return text

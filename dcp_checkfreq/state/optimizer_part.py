@@ -20,7 +20,7 @@ from dcp_checkfreq.errors import StateMismatch, UnsupportedState
 from dcp_checkfreq.format.torch_private import load_hooks_of
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.from_torch import kept_from_torch, survives
-from dcp_checkfreq.state.names import fqn_of, without_wrappers
+from dcp_checkfreq.state.names import fqn_of, why_nameless, without_wrappers
 from dcp_checkfreq.state.packed import TREE, Make, is_packed, pack, tensors_in, unpack
 from dcp_checkfreq.state.part import Undo, is_trusted
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
@@ -121,12 +121,8 @@ class OptimizerPart:
                 fqn = fqn_of(self._modules[part], name)
                 found[one] = fqn if whole is not None else f"{part}.{fqn}"
         if mine - set(found):
-            raise UnsupportedState(
-                self.name,
-                type(self.optimizer).__name__,
-                f"{len(mine - set(found))} of its parameters are in none of the registered "
-                "modules, so they have no names to be saved under. Register the module too",
-            )
+            why = why_nameless(self.parameters(), found, self._modules)
+            raise UnsupportedState(self.name, type(self.optimizer).__name__, why)
         return found
 
     def group_names(self) -> list[list[str]]:

@@ -353,6 +353,9 @@ class Kinds:
             made = kind.__tensor_unflatten__(
                 inner, record.context, torch.Size(wanted), tuple(stride)
             )
+            if record.stride is None and made.shape != wanted:  # its context says another shard's
+                context = _reshaped(record.context, tuple(made.shape), tuple(wanted))
+                made = kind.__tensor_unflatten__(inner, context, torch.Size(wanted), tuple(stride))
         except Exception as error:
             raise StateMismatch(
                 where, f"{key!r}: {record.kind} cannot be put together again: {error}"
@@ -364,6 +367,17 @@ class Kinds:
                 f"not {list(wanted)}",
             )
         return made  # type: ignore[no-any-return]
+
+
+def _reshaped(context: Any, was: tuple[int, ...], now: tuple[int, ...]) -> Any:
+    """Return a context with the shape of this shard in the place of another one's."""
+    if isinstance(context, (tuple, list)) and tuple(context) == was:
+        return type(context)(now)
+    if type(context) in (tuple, list):
+        return type(context)(_reshaped(one, was, now) for one in context)
+    if type(context) is dict:
+        return {key: _reshaped(one, was, now) for key, one in context.items()}
+    return context
 
 
 HOW_TO_KNOW = (

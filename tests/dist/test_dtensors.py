@@ -20,7 +20,12 @@ def two(shared):
 
 @pytest.fixture(scope="module")
 def one(shared, two):
-    return start(1, shared, JOBS[:2])
+    return start(1, shared, [*JOBS[:2], "sharded_states_of_one"])
+
+
+@pytest.fixture(scope="module")
+def two_again(shared, one):
+    return start(2, shared, ["sharded_states_of_one"])
 
 
 def test_every_placement_and_wrapper_comes_back(two):
@@ -37,6 +42,11 @@ def test_a_fresh_optimizer_gets_its_state_sharded_as_it_was(two):
 
 def test_a_fresh_optimizer_of_one_rank_gets_it(one):
     assert values(one["sharded_states"]) == [[]]
+
+
+def test_state_of_one_rank_is_cut_as_its_class_cuts_it(one, two_again):
+    assert values(one["sharded_states_of_one"]) == [[]]
+    assert values(two_again["sharded_states_of_one"]) == [[], []]
 
 
 def test_partial_sums_are_refused_by_key_when_registered(two):

@@ -448,3 +448,25 @@ def test_a_module_with_nothing_in_it_is_saved(tmp_path):
     parts = {"relu": nn.ReLU(), "own": PerRank(0)}
     restored(tmp_path, parts)
     assert parts["own"].value == 3
+
+
+# --- a parameter that the optimizer does not know ---
+
+
+def test_a_replaced_parameter_is_named_when_registered_and_in_a_later_save(tmp_path):
+    def replace(parts):
+        parts["model"][1].weight = nn.Parameter(torch.ones(2, 4))
+
+    parts = job()
+    replace(parts)
+    text = r"number 2 of shape \[2, 4\].*replaced.*as model\.1\.weight may.*make it anew"
+    with pytest.raises(UnsupportedState, match=text):
+        Checkpointer(tmp_path, parts, every=1)
+    parts = job()
+    with Checkpointer(tmp_path, parts, every=1) as ckpt:
+        train(parts["model"], parts["optim"])
+        ckpt.after_step()
+        replace(parts)
+        with pytest.raises(UnsupportedState, match=text):
+            ckpt.after_step()
+    assert find_latest_valid(tmp_path).step == 1
