@@ -95,6 +95,24 @@ def check_placements(tensor: DTensor, key: str) -> None:
         )
 
 
+def check_as_stock_saves(tensor: DTensor, key: str) -> None:
+    """Make sure that DCP itself knows where the shard belongs.
+
+    Raises:
+        UnsupportedState: it does not; or see `check_placements`.
+    """
+    check_placements(tensor, key)
+    if any(_stride_factor(one) != 1 for one in tensor.placements) and (
+        len(layout_of(tensor).boxes) > 1
+    ):
+        raise UnsupportedState(
+            key,
+            "DTensor with strided shards",
+            "DCP takes each for one piece of the whole, and they are several. `Checkpointer` saves "
+            "it; for `dcp.save` use `tensor.redistribute(placements=[Shard(dim)])` first",
+        )
+
+
 def layout_of(tensor: DTensor) -> Layout:
     """Return where this rank's shard of a DTensor belongs."""
     return layout_at(

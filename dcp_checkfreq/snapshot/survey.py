@@ -14,6 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import UnsupportedState
+from dcp_checkfreq.shards.boxes import check_as_stock_saves
 from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, memory_of
 from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.shards.self_described import describes_itself, description_of, memory_parts
@@ -24,8 +25,13 @@ _Mark = tuple[object, ...]
 
 
 def describe(key: str, value: object) -> tuple[object, ...]:
-    """Return what a plan depends on: the key, and of a tensor all but its data."""
+    """Return what a plan depends on: the key, and of a tensor all but its data.
+
+    Raises:
+        UnsupportedState: DCP would save something else than the tensor.
+    """
     if isinstance(value, DTensor):
+        check_as_stock_saves(value, key)
         return key, value.dtype, value.shape, value.placements, value.device_mesh
     if isinstance(value, torch.Tensor):
         if describes_itself(value):

@@ -5,8 +5,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from jobs import job
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
@@ -16,7 +18,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 sys.path.append(str(Path(__file__).parents[1]))
 from wrapper_kinds import Momentum8, Quantised, Shaped, quantised
 
-from dcp_checkfreq import Checkpointer, UnsupportedState
+from dcp_checkfreq import CheckFreqSavePlanner, CheckFreqWriter, Checkpointer, UnsupportedState
 
 torch.serialization.add_safe_globals([Quantised, Shaped])
 
@@ -140,6 +142,24 @@ def partial_is_refused(shared):
     except UnsupportedState as error:
         return str(error)
     return None
+
+
+@job
+def plain_saves_of_odd_shards(shared):
+    """Return what `dcp.save` and `dcp.async_save` say of shards that stock DCP takes for others."""
+    odd = {
+        "partial": DTensor.from_local(torch.ones(6, 2), mesh(), [Partial()], run_check=False),
+        "strided": distribute_tensor(torch.ones(12, 2), mesh(), [_StridedShard(0, split_factor=3)]),
+    }
+    said = []
+    for name, tensor in odd.items():
+        writer = CheckFreqWriter(shared / f"plain_{name}")
+        for way in (dcp.save, dcp.async_save):
+            try:
+                way({"deep": {"w": tensor}}, storage_writer=writer, planner=CheckFreqSavePlanner())
+            except (CheckpointException, UnsupportedState) as error:
+                said.append(str(error))
+    return said
 
 
 def sharded_net(seed):

@@ -5,7 +5,7 @@ from launch import start, values
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
-JOBS = ["dtensors_through_checkpointer", "sharded_states", "partial_is_refused"]
+JOBS = ["dtensors_through_checkpointer", "sharded_states", "partial_is_refused", "plain_saves_of_odd_shards"]
 
 
 @pytest.fixture(scope="module")
@@ -54,3 +54,11 @@ def test_partial_sums_are_refused_by_key_when_registered(two):
         assert "'v.deep.0'" in text
         assert "Partial" in text
         assert "redistribute" in text
+
+
+def test_plain_saves_name_the_key_of_shards_that_stock_takes_for_others(two):
+    for said in values(two["plain_saves_of_odd_shards"]):
+        assert len(said) == 4
+        for text, what in zip(said, ["Partial"] * 2 + ["strided"] * 2, strict=True):
+            assert "'deep.w' is a DTensor with" in text
+            assert what in text
