@@ -19,6 +19,7 @@ import jobs_sharing
 import jobs_staged
 import jobs_training
 import jobs_zero
+import jobs_zoo
 import torch
 import torch.distributed as dist
 from jobs import DEADLY, JOBS
@@ -36,6 +37,7 @@ MODULES = (
     jobs_staged,
     jobs_training,
     jobs_zero,
+    jobs_zoo,
 )
 
 

@@ -262,7 +262,11 @@ def _():
     return trained(model, torch.optim.AdamW(model.parameters(), lr=0.1))
 
 
-@row("a parameter that is in no registered module", refused="are in none of the registered")
+@row(
+    "a parameter that is in no registered module",
+    refused="are in none of the registered",
+    why="it has no name to be saved under: register its module too",
+)
 def _():
     model, other = mlp(), mlp()
     return trained(model, torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1))
