@@ -15,6 +15,7 @@ from dcp_checkfreq.errors import LoadFailed
 from dcp_checkfreq.format.safe_bytes import load_object
 from dcp_checkfreq.garbage import collector_held
 from dcp_checkfreq.planner import CheckFreqLoadPlanner
+from dcp_checkfreq.state.packed import TREE, check_loaded
 from dcp_checkfreq.state.wanted import Wanted
 
 
@@ -73,4 +74,7 @@ class WantedPlanner(CheckFreqLoadPlanner):
             UnsafePickle: it needs code to unpickle; the code was not run.
         """
         one = self._wanted.values[read_item.dest_index.fqn]
-        one.value = load_object(value, one.leaf.key, self._where, allow_pickle=self._allow_pickle)
+        key = one.leaf.key
+        one.value = load_object(value, key, self._where, allow_pickle=self._allow_pickle)
+        if one.leaf.path[-1:] == (TREE,):
+            check_loaded(one.value, key, self._where, may_import=self._allow_pickle)

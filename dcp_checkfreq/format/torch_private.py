@@ -142,3 +142,7 @@ def versions_of(tensors: Sequence[torch.Tensor]) -> list[int]:
         return [tensor._version for tensor in tensors]
     except RuntimeError:  # tensors that were made in inference mode have none
         return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
+# The layout of tensors in oneDNN's own order; None where torch was built without it.
+MKLDNN_LAYOUT: torch.layout | None = getattr(torch, "_mkldnn", None)

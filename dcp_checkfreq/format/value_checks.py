@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import io
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -16,13 +17,26 @@ from dcp_checkfreq.format.safe_bytes import load_object
 _MOST_LOOKED_AT = 10_000  # parts of a refused value, to find the one that it is refused for
 _SURELY_PLAIN = (str, int, float, bool, type(None))
 _ADVICE = (
-    "Save plain values, containers, tensors and numpy arrays, or pass allow_pickle=True where it "
+    "Save plain values, containers, tensors and numpy arrays (of an object of your own: "
+    "`dataclasses.asdict`, its `state_dict()` or `.value`), or pass allow_pickle=True where it "
     "is saved and where it is loaded"
 )
 
 
-def serialised(value: object, key: str) -> io.BytesIO:
+def _same(value: object) -> object:
+    return value
+
+
+def serialised(
+    value: object, key: str, raw: object = None, form: Callable[[object], object] = _same
+) -> io.BytesIO:
     """Return what `torch.save` makes of a value.
+
+    Args:
+        value: to save.
+        key: of it.
+        raw: the value in which to look for the part that cannot be saved, if it is another one.
+        form: makes of a part of ``raw`` what is saved of it.
 
     Raises:
         UnsupportedState: it cannot be pickled. The key in it is that of the part which cannot.
@@ -33,7 +47,8 @@ def serialised(value: object, key: str) -> io.BytesIO:
     except RecursionError:
         raise  # see `shards/nesting`
     except Exception as error:  # whatever a value of the user's raises when it is pickled
-        inner, part = _innermost(value, key, _cannot_be_pickled)
+        look_in = value if form is _same else raw
+        inner, part = _innermost(look_in, key, lambda one: _cannot_be_pickled(form(one)))
         why = f"it cannot be pickled ({error}). {_ADVICE.split(', or')[0]}"
         raise UnsupportedState(inner, _kind(part), why) from error
     return stream
@@ -56,6 +71,7 @@ class ValueChecks:
         where: str,
         look_up: Callable[[], object],
         known_digest: int | None = None,
+        form: Callable[[object], object] = _same,
     ) -> None:
         """Make sure that ``stream``, of `torch.save`, loads without running code.
 
@@ -65,6 +81,7 @@ class ValueChecks:
             where: it is to be saved.
             look_up: returns the value, to name the part of it that is refused.
             known_digest: of the stream, if it is known.
+            form: makes of a part of the value what is saved of it.
 
         Raises:
             UnsupportedState: it does not. The key in it is that of the innermost part.
@@ -76,7 +93,7 @@ class ValueChecks:
             load_object(io.BytesIO(stream.getbuffer()), key, where, allow_pickle=False)
         except LoadFailed as error:
             value = look_up()
-            inner, part = _innermost(value, key, _is_refused)
+            inner, part = _innermost(value, key, lambda one: _is_refused(form(one)))
             why = f"restoring would refuse it: {error.why}. {_ADVICE}"
             raise UnsupportedState(inner, _kind(part), why) from error
         self._good[key] = seen
@@ -93,7 +110,7 @@ def _innermost(value: object, key: str, is_bad: Callable[[object], bool]) -> tup
     above: set[int] = set()
     while True:
         above.add(id(value))
-        for name, part in _parts(value):
+        for name, part in parts_of_value(value) or ():
             left -= 1
             if left < 0:
                 return key, value
@@ -104,12 +121,15 @@ def _innermost(value: object, key: str, is_bad: Callable[[object], bool]) -> tup
             return key, value
 
 
-def _parts(value: object) -> Iterator[tuple[Any, object]]:
+def parts_of_value(value: object) -> list[tuple[Any, object]] | None:
+    """Return the names and the parts of a container, or of a dataclass; None of anything else."""
     if isinstance(value, Mapping):
-        return iter(list(value.items()))
+        return list(value.items())
     if isinstance(value, (list, tuple, set, frozenset, deque)):
-        return enumerate(list(value))
-    return iter(())
+        return list(enumerate(list(value)))
+    if isinstance(value, SimpleNamespace) or hasattr(type(value), "__dataclass_fields__"):
+        return [] if not hasattr(value, "__dict__") else list(vars(value).items())
+    return None
 
 
 def _cannot_be_pickled(value: object) -> bool:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
+from types import SimpleNamespace
 
 from dcp_checkfreq.errors import UnsupportedState
 from dcp_checkfreq.format.texts import clipped
@@ -54,8 +57,10 @@ def _too_deep(state: object, path: str) -> UnsupportedState | None:
 def _inside(value: object) -> list[tuple[object, object]] | None:
     if isinstance(value, Mapping):
         return list(value.items())
-    if isinstance(value, (list, tuple)):
+    if isinstance(value, (list, tuple, deque)):
         return list(enumerate(value))
+    if isinstance(value, SimpleNamespace) or dataclasses.is_dataclass(value):
+        return list(getattr(value, "__dict__", {}).items())
     return None
 
 

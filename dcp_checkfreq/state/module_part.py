@@ -35,9 +35,10 @@ from dcp_checkfreq.state.odd_tensors import (
     may_change_shapes,
     tensors_of,
 )
-from dcp_checkfreq.state.packed import Make, is_packed, pack, tensors_in, unpack
+from dcp_checkfreq.state.packed import Make, is_packed, pack_if_needed, tensors_in, unpack
 from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
 from dcp_checkfreq.state.saved import Leaf, Lookup, Renames, SavedState
+from dcp_checkfreq.state.tensor_kinds import is_odd
 from dcp_checkfreq.state.tree import tree_of
 from dcp_checkfreq.state.wanted import Wanted, WantedShards, WantedTensor, WantedValue
 from dcp_checkfreq.state.wrapper_fill import WrapperFill
@@ -69,6 +70,7 @@ class ModulePart:
         self._learned_from: object = None
         self._fqns: dict[str, str] = {}  # by key
         self._renamed: list[tuple[str, str]] = []  # those that differ
+        self._odd: list[str] = []  # keys of tensors that are saved as several
         self._no_replicas: frozenset[str] = frozenset()
 
     @torch.no_grad()
@@ -83,8 +85,10 @@ class ModulePart:
                     del own[key]  # it has nothing yet
                 elif type(value) not in PLAIN:
                     own[key] = self._stored(key, value)
-            elif isinstance(value, (dict, list)):
-                own[key] = pack(value)  # DCP would take it apart
+            else:
+                own[key] = pack_if_needed(value)  # DCP would take dicts and lists apart
+        for key in self._odd:
+            own[key] = pack_if_needed(own[key])
         for key, fqn in self._renamed:
             if key in own:
                 own[fqn] = own.pop(key)
@@ -114,6 +118,7 @@ class ModulePart:
         if learned_from != self._learned_from:
             self._fqns = fqns_of(self.module, own)
             self._renamed = [(key, fqn) for key, fqn in self._fqns.items() if key != fqn]
+            self._odd = [key for key, one in own.items() if _is_odd(one)]
             named = {fqn_of(self.module, name) for name, _ in self._parameters()}
             self._no_replicas = frozenset(self._fqns.values()) - named
             self._learned_from = learned_from
@@ -194,7 +199,8 @@ class ModuleFill:
         self._fqns[key] = fqn
         self.claimed.update(leaf.key for leaf in leaves)
         name = f"{self._part.name}.{fqn}"
-        if key.rpartition(".")[2] == _EXTRA_STATE or not isinstance(live, torch.Tensor):
+        is_value = not isinstance(live, torch.Tensor) or _is_odd(live)
+        if key.rpartition(".")[2] == _EXTRA_STATE or is_value:
             # Whatever it is now: it is of any kind, and of a size of its own.
             self._values[key] = [(leaf, wanted.either(leaf)) for leaf in leaves]
             return []
@@ -396,3 +402,7 @@ def _has_a_say(module: nn.Module) -> bool:
     if any(not is_trusted(method) for method in methods):
         return True
     return any(not is_trusted(hook) for hook in load_hooks_of(module))
+
+
+def _is_odd(value: object) -> bool:
+    return isinstance(value, torch.Tensor) and not is_lazy(value) and is_odd(value)

@@ -21,7 +21,15 @@ from dcp_checkfreq.format.torch_private import load_hooks_of
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.from_torch import kept_from_torch, survives
 from dcp_checkfreq.state.names import fqn_of, why_nameless, without_wrappers
-from dcp_checkfreq.state.packed import TREE, Make, is_packed, pack, tensors_in, unpack
+from dcp_checkfreq.state.packed import (
+    TREE,
+    Make,
+    is_packed,
+    pack,
+    pack_if_needed,
+    tensors_in,
+    unpack,
+)
 from dcp_checkfreq.state.part import Undo, is_trusted
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.sharded_state import (
@@ -33,6 +41,7 @@ from dcp_checkfreq.state.sharded_state import (
     sharded_as_said,
     without_wrapper_tensors,
 )
+from dcp_checkfreq.state.tensor_kinds import is_odd
 from dcp_checkfreq.state.tree import nested
 from dcp_checkfreq.state.value_part import AbsentFill, ValueFill, ValuePart
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
@@ -190,13 +199,21 @@ class OptimizerPart:
             return pack(state)
         kept = state
         # None, as a rule, in jobs with very many.
-        if odd := [key for key, value in state.items() if type(value) is not torch.Tensor]:
+        if odd := [
+            key
+            for key, value in state.items()
+            if type(value) is not torch.Tensor
+            or value.layout is not torch.strided
+            or value.is_quantized
+        ]:
             kept = dict(state)
             for key in odd:
                 value = state[key]
-                is_taken_apart = isinstance(value, (dict, list))  # by DCP
+                is_for_dcp = isinstance(value, torch.Tensor) and not is_odd(value)
                 kept[key] = (
-                    pack(value) if is_taken_apart else stored(value, f"{self.name}.{name}.{key}")
+                    stored(value, f"{self.name}.{name}.{key}")
+                    if is_for_dcp
+                    else pack_if_needed(value)
                 )
         if isinstance(parameter, DTensor):
             self._no_replicas.update(record_keys(name, state, kept))
@@ -250,7 +267,7 @@ class OptimizerPart:
 
 
 def _option(key: str, value: Any) -> Any:
-    return pack(value) if isinstance(value, (dict, list)) and key != PARAMS else value
+    return value if key == PARAMS else pack_if_needed(value)
 
 
 class OptimizerFill:

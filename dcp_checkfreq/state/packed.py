@@ -2,81 +2,302 @@
 
 DCP takes dicts and lists apart, turns all keys into text and forgets tuples. What is in a tuple is
 left alone, and so a packed value keeps key types, tuples and counters.
+
+What the closed unpickler does not make (deques, paths, enums, generators, ...) is written as a
+tagged tuple of plain values, ``(MARK, kind, ...)``, and made here of what was loaded. Then the tree
+says so (`TAGGED`); a tuple of a user's that looks like a tag is tagged itself. See decision 0029.
 """
 
 from __future__ import annotations
 
+import collections
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 
+from dcp_checkfreq.errors import BrokenShard, UnsafePickle
+from dcp_checkfreq.format.texts import clipped, shown
+from dcp_checkfreq.format.value_checks import parts_of_value
 from dcp_checkfreq.shards.self_described import describes_itself
+from dcp_checkfreq.state import generators, tensor_kinds, user_classes, value_kinds
+from dcp_checkfreq.state.tags import Malformed, NotHere, Room, refuse_collisions
 from dcp_checkfreq.state.wrappers import is_taken_apart, stored
 
 TREE, TENSORS = "tree", "tensors"
+MARK = "__dcp_checkfreq_kind__"
+TAGGED = "__dcp_checkfreq_tagged_1__"  # behind the value in a tree with tags in it
 _SLOT = "__dcp_checkfreq_tensor__"
 # Makes a tensor of what `wrappers.stored` has made of one.
 Make = Callable[[Mapping[str, Any]], Any]
 # Smaller tensors stay in the byte item: a file place of their own would cost more than they hold.
 _OWN_ITEM_FROM_BYTES = 16 << 10
+_AS_IT_IS = frozenset([str, float, bool, type(None), bytes, complex, torch.dtype])
+_LARGEST_INT_BITS = 2000  # those of pickle's LONG1, which is what torch's unpickler knows
+_SIMPLE = (str, int, bytes, float)
+# What makers of builtin values raise for arguments of other types, and what is nested too deep.
+_MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, AttributeError)
 
 
 def pack(value: object) -> dict[str, Any]:
     """Return ``{"tree": (value without its large tensors,), "tensors": [those]}``."""
-    tensors: list[torch.Tensor] = []
-    return {TREE: (_take_out(value, tensors),), TENSORS: tensors}
+    packer = _Packer()
+    tree = packer.packed(value)
+    return {TREE: (tree, TAGGED) if packer.is_tagged else (tree,), TENSORS: packer.tensors}
+
+
+def pack_if_needed(value: object) -> Any:
+    """Return a value packed if DCP would not keep it as it is, else as it is."""
+    if type(value) in _AS_IT_IS or (
+        isinstance(value, torch.Tensor) and not tensor_kinds.is_odd(value)
+    ):
+        return value
+    packed = pack(value)
+    is_plain = len(packed[TREE]) == 1 and not packed[TENSORS]
+    return value if is_plain and not isinstance(value, (dict, list)) else packed
 
 
 def _left_apart(parts: Mapping[str, Any]) -> Any:
     return parts
 
 
-def unpack(packed: Mapping[str, Any], make: Make = _left_apart) -> Any:
+def unpack(packed: Mapping[str, Any], make: Make = _left_apart, *, is_dressed: bool = True) -> Any:
     """Return the value of which `pack` made ``packed``.
 
     Args:
         packed: what it made.
         make: puts wrappers together; default: they stay dicts of their inner tensors.
+        is_dressed: make parameters of what were parameters; else tensors are those in ``packed``.
+
+    Raises:
+        Malformed: nothing that `pack` makes.
     """
-    return _put_back(packed[TREE][0], packed[TENSORS], make)
+    tree = packed[TREE]
+    return _Unpacker(packed[TENSORS], len(tree) == 2, is_dressed, make).unpacked(tree[0])
 
 
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in a value, where `pack` looks for them."""
     if isinstance(value, torch.Tensor):
         yield value
-    elif type(value) is dict:
-        for inner in value.values():
+    else:
+        for _, inner in parts_of_value(value) or ():
             yield from tensors_in(inner)
-    elif type(value) in (list, tuple):
-        assert isinstance(value, (list, tuple))
-        for inner in value:
-            yield from tensors_in(inner)
+
+
+def check_loaded(tree: Any, key: str, where: str, *, may_import: bool = False) -> None:
+    """Look at a tree that was loaded, before its tensors are.
+
+    Args:
+        tree: what was loaded; anything.
+        key: of it.
+        where: it was saved.
+        may_import: modules of classes that are named in it.
+
+    Raises:
+        UnsafePickle: it needs a class that is not imported here, or is another one now.
+        BrokenShard: it is nothing that `pack` makes.
+    """
+    if not (_is_tree(tree) and len(tree) == 2):
+        return
+    try:
+        _Unpacker(None, True, True, _left_apart, may_import=may_import).unpacked(tree[0])
+    except NotHere as error:
+        raise UnsafePickle(where, f"{shown(key)}: {error}") from error
+    except _MALFORMED as error:
+        problem = clipped(str(error) or type(error).__name__, 300)
+        raise BrokenShard(where, f"{shown(key)} holds what no save has put there: {problem}") from (
+            error
+        )
+
+
+def unpacked_from(packed: Mapping[str, Any], key: str, where: str, make: Make = _left_apart) -> Any:
+    """Return the value of which `pack` made what was loaded.
+
+    Raises:
+        BrokenShard: nothing that `pack` makes.
+    """
+    try:
+        return unpack(packed, make)
+    except _MALFORMED as error:
+        problem = clipped(str(error) or type(error).__name__, 300)
+        raise BrokenShard(where, f"{shown(key)} holds what no save has put there: {problem}") from (
+            error
+        )
 
 
 def is_packed(value: object) -> bool:
     """Tell whether `pack` has made a value. Dicts of users are packed, so they do not look so."""
     if type(value) is not dict or set(value) != {TREE, TENSORS}:
         return False
-    return type(value[TREE]) is tuple and len(value[TREE]) == 1 and type(value[TENSORS]) is list
+    return _is_tree(value[TREE]) and type(value[TENSORS]) is list
 
 
-def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
-    if isinstance(value, torch.Tensor):
-        if _fits_into_tree(value):
+def _is_tree(tree: Any) -> bool:
+    if type(tree) is not tuple:
+        return False
+    return len(tree) == 1 or (len(tree) == 2 and type(tree[1]) is str and tree[1] == TAGGED)
+
+
+class _Packer:
+    """Packs one value. What is in it twice is once in the result, too."""
+
+    def __init__(self) -> None:
+        self.tensors: list[torch.Tensor] = []
+        self.is_tagged = False
+        # By identity, and whether it is to be hashed: what was packed, which must stay alive.
+        self._known: dict[tuple[int, bool], tuple[object, Any]] = {}
+
+    def packed(self, value: Any, is_key: bool = False) -> Any:
+        kind = type(value)
+        if kind in _AS_IT_IS:
             return value
-        value = stored(value)
-        if is_taken_apart(value):
-            return _take_out(value, tensors)
-        tensors.append(value)
-        return (_SLOT, len(tensors) - 1)
-    # Only exact types can be rebuilt from their items; others (Counter, ...) stay as they are.
-    if type(value) is dict:
-        return {key: _take_out(inner, tensors) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_take_out(inner, tensors) for inner in value)
-    return value
+        if kind is int:
+            large = value.bit_length() > _LARGEST_INT_BITS
+            return self._tag("int", format(value, "x")) if large else value
+        place = id(value), is_key
+        known = self._known.get(place)
+        if known is None:
+            self._known[place] = value, _Packer
+            known = self._known[place] = value, self._made(kind, value, is_key)
+        elif known[1] is _Packer:
+            raise RecursionError("it holds itself")
+        return known[1]
+
+    def _made(self, kind: type, value: Any, is_key: bool) -> Any:
+        if kind in (dict, list) and not is_key:
+            return self._items(kind, value)
+        if kind is tuple:
+            items = self._tuple(value, is_key)
+            is_like_ours = bool(items) and type(items[0]) is str and items[0] in (MARK, _SLOT)
+            return self._tag("tuple", items) if is_like_ours else items
+        if kind in (set, frozenset):
+            return self._set(kind, value, is_key)
+        if isinstance(value, torch.Tensor):
+            return value if is_key else self._tensor(value)
+        container = _CONTAINERS.get(kind)
+        if container is not None:
+            return value if is_key else container(self, value)
+        for source in (value_kinds, user_classes, generators):
+            found = source.taken_apart(value, is_key=is_key)
+            if found is not None:
+                return self._tag(found[0], *self._tuple(found[1:], is_key))
+        return value
+
+    def _tag(self, kind: str, *content: Any) -> tuple[Any, ...]:
+        self.is_tagged = True
+        return (MARK, kind, *content)
+
+    def _items(self, kind: type, value: Any) -> Any:
+        if kind is list:
+            made = []
+            for inner in value:
+                made.append(self.packed(inner))  # noqa: PERF401  a frame less for each level
+            return made
+        return self._dict(value)
+
+    def _dict(self, value: Mapping[Any, Any]) -> dict[Any, Any]:
+        made = {}
+        for key, inner in value.items():
+            made[self.packed(key, True)] = self.packed(inner)
+        return made
+
+    def _tuple(self, value: Any, is_key: bool) -> tuple[Any, ...]:
+        made = []
+        for inner in value:
+            made.append(self.packed(inner, is_key))  # noqa: PERF401  the same
+        return tuple(made)
+
+    def _set(self, kind: Any, value: Any, is_key: bool) -> Any:
+        """The order of a set is that of hashes, which differ between processes."""
+        items = self._tuple(value, True)
+        if type(value) is kind and len(items) < 2 and all(map(_is_same, items, value)):
+            return value
+        kinds = set(map(type, items))
+        if len(kinds) == 1 and kinds < set(_SIMPLE):
+            ordered = sorted(items)
+        else:
+            ordered = sorted(items, key=lambda one: (type(one).__name__, repr(one)))
+        return self._tag(kind.__name__, tuple(ordered) if is_key else dict.fromkeys(ordered))
+
+    def _tensor(self, value: torch.Tensor) -> Any:
+        dress = tensor_kinds.dress_of(value)
+        parts = tensor_kinds.taken_apart(value)
+        form: Any
+        if parts is not None:
+            form = self._tag(parts[0], *self._tuple(parts[1:], False))
+        elif _fits_into_tree(value):
+            form = value if dress is None else value.detach()
+        else:
+            kept: Any = stored(value)
+            if is_taken_apart(kept):
+                return self._dict(kept)
+            form = (_SLOT, len(self.tensors))
+            self.tensors.append(kept)
+        return form if dress is None else self._tag("dressed", form, *self._tuple(dress, False))
+
+    # --- containers of the standard library ---
+
+    def _ordered(self, value: collections.OrderedDict[Any, Any]) -> Any:
+        made, was_tagged = self._dict(value), self.is_tagged
+        same = all(map(_is_same, made, value)) and all(map(_is_same, made.values(), value.values()))
+        if same and not vars(value):
+            self.is_tagged = was_tagged
+            return collections.OrderedDict(made)
+        return self._tag("OrderedDict", made, self._dict(vars(value)))
+
+    def _counter(self, value: collections.Counter[Any]) -> Any:
+        made = self._dict(value)
+        if vars(value):
+            return value
+        same = all(map(_is_same, made, value)) and all(map(_is_same, made.values(), value.values()))
+        return collections.Counter(made) if same else self._tag("Counter", made)
+
+    def _defaultdict(self, value: collections.defaultdict[Any, Any]) -> Any:
+        factory = value.default_factory
+        name = "" if factory is None else _FACTORY_NAMES.get(_id_of_type(factory))
+        return value if name is None else self._tag("defaultdict", name, self._dict(value))
+
+    def _deque(self, value: collections.deque[Any]) -> Any:
+        return self._tag("deque", self._items(list, value), value.maxlen)
+
+    def _chain(self, value: collections.ChainMap[Any, Any]) -> Any:
+        return self._tag("ChainMap", self.packed(value.maps))
+
+    def _namespace(self, value: types.SimpleNamespace) -> Any:
+        return self._tag("SimpleNamespace", self._dict(vars(value)))
+
+    def _proxy(self, value: Any) -> Any:
+        return self._tag("mappingproxy", self._dict(value))
+
+
+def _is_same(one: object, other: object) -> bool:
+    return one is other
+
+
+def _id_of_type(factory: object) -> object:
+    return factory if isinstance(factory, type) else None
+
+
+_FACTORIES: dict[str, Any] = {
+    one.__name__: one
+    for one in (
+        *(int, float, complex, bool, str, bytes, bytearray, list, tuple, dict, set, frozenset),
+        *(collections.OrderedDict, collections.Counter, collections.deque),
+        *(collections.defaultdict, types.SimpleNamespace),
+    )
+}
+_FACTORY_NAMES: dict[Any, str] = {one: name for name, one in _FACTORIES.items()}
+_CONTAINERS: dict[type, Callable[[_Packer, Any], Any]] = {
+    collections.OrderedDict: _Packer._ordered,
+    collections.Counter: _Packer._counter,
+    collections.defaultdict: _Packer._defaultdict,
+    collections.deque: _Packer._deque,
+    collections.ChainMap: _Packer._chain,
+    types.SimpleNamespace: _Packer._namespace,
+    types.MappingProxyType: _Packer._proxy,
+}
 
 
 def _fits_into_tree(tensor: torch.Tensor) -> bool:
@@ -84,18 +305,148 @@ def _fits_into_tree(tensor: torch.Tensor) -> bool:
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.layout == torch.strided
-        and not (tensor.is_meta or tensor.is_quantized or tensor.is_nested)
-        and tensor.nbytes < _OWN_ITEM_FROM_BYTES
-        and not describes_itself(tensor)
+        and not (tensor.is_meta or tensor.is_nested or describes_itself(tensor))
+        and (
+            tensor.is_quantized  # it has no bytes that DCP could write
+            # A view keeps all that is behind it in a pickle.
+            or max(tensor.nbytes, tensor.untyped_storage().nbytes()) < _OWN_ITEM_FROM_BYTES
+        )
     )
 
 
-def _put_back(value: Any, tensors: list[torch.Tensor], make: Make) -> Any:
-    if type(value) is tuple and len(value) == 2 and value[0] == _SLOT:
-        return tensors[value[1]]
-    if type(value) is dict:
-        found = {key: _put_back(inner, tensors, make) for key, inner in value.items()}
-        return make(found) if is_taken_apart(found) else found
-    if type(value) in (list, tuple):
-        return type(value)(_put_back(inner, tensors, make) for inner in value)
-    return value
+_UNPACKING = object()
+
+
+class _Unpacker:
+    def __init__(
+        self,
+        tensors: list[torch.Tensor] | None,
+        is_tagged: bool,
+        is_dressed: bool,
+        make: Make,
+        *,
+        may_import: bool = False,
+    ) -> None:
+        self._tensors, self._is_tagged, self._is_dressed = tensors, is_tagged, is_dressed
+        self._make, self._may_import = make, may_import
+        self._known: dict[int, tuple[object, Any]] = {}
+
+    def unpacked(self, value: Any) -> Any:
+        kind = type(value)
+        if kind not in (dict, list, tuple, collections.OrderedDict, collections.Counter):
+            return value
+        known = self._known.get(id(value))
+        if known is None:
+            self._known[id(value)] = value, _UNPACKING
+            known = self._known[id(value)] = value, self._made(kind, value)
+        elif known[1] is _UNPACKING:
+            raise Malformed("it holds itself")
+        return known[1]
+
+    def _made(self, kind: type, value: Any) -> Any:
+        if kind is tuple:
+            if len(value) == 2 and type(value[0]) is str and value[0] == _SLOT:
+                return self._of_slot(value[1])
+            if self._is_tagged and value and type(value[0]) is str and value[0] == MARK:
+                return self._of_tag(value)
+            return self._tuple(value)
+        if kind is list:
+            return self._list(value)
+        made = self._dict(value)
+        if kind is not dict:
+            return value if all(map(_is_same, made.values(), value.values())) else kind(made)
+        return self._make(made) if is_taken_apart(made) else made
+
+    def _list(self, value: Any) -> list[Any]:
+        made = []
+        for inner in value:
+            made.append(self.unpacked(inner))  # noqa: PERF401  a frame less for each level
+        return made
+
+    def _tuple(self, value: Any) -> tuple[Any, ...]:
+        return tuple(self._list(value))
+
+    def _dict(self, value: Any) -> dict[Any, Any]:
+        if type(value) is not dict and not isinstance(value, dict):
+            raise Malformed("its content is no dict")
+        keys = self._list(value)
+        if not all(map(_is_same, keys, value)):
+            refuse_collisions(keys)
+        made = {}
+        for key, inner in zip(keys, value.values(), strict=True):
+            made[key] = self.unpacked(inner)
+        if len(made) < len(value):
+            raise Malformed("it has a key twice")
+        return made
+
+    def _of_slot(self, number: Any) -> Any:
+        if self._tensors is None:
+            return Room()
+        if type(number) is not int or not 0 <= number < len(self._tensors):
+            raise Malformed("it names a tensor that there is not")
+        return self._tensors[number]
+
+    def _of_tag(self, value: tuple[Any, ...]) -> Any:
+        kind, content = value[1], value[2:]
+        maker = _MAKERS.get(kind) if type(kind) is str else None
+        if maker is not None:
+            return maker(self, *content)
+        content = self._tuple(content)
+        if any(type(one) is Room for one in content):
+            return Room()
+        if kind == "dressed" and not self._is_dressed:
+            return content[0]
+        for source in (value_kinds, generators, tensor_kinds):
+            if kind in source.KINDS:
+                return source.put_together(kind, content)
+        if kind in user_classes.KINDS:
+            return user_classes.put_together(kind, content, may_import=self._may_import)
+        raise Malformed("it has a value of a kind that this version does not know")
+
+    def _set(self, kind: type, content: Any) -> Any:
+        if type(content) not in (dict, tuple):
+            raise Malformed("its content is no set")
+        items = self._list(content)
+        refuse_collisions(items)
+        return kind(items)
+
+    def _defaultdict(self, name: Any, content: Any) -> Any:
+        factory = _FACTORIES[name] if name else None
+        return collections.defaultdict(factory, self._dict(content))
+
+    def _deque(self, content: Any, longest: Any) -> Any:
+        if type(content) is not list:
+            raise Malformed("its content is no list")
+        return collections.deque(self._list(content), longest)
+
+    def _chain(self, content: Any) -> Any:
+        if type(content) is not list or not all(isinstance(one, (dict, tuple)) for one in content):
+            raise Malformed("its content is no list of dicts")
+        return collections.ChainMap(*self._list(content))
+
+    def _ordered(self, content: Any, attributes: Any) -> Any:
+        made = collections.OrderedDict(self._dict(content))
+        vars(made).update(self._dict(attributes))
+        return made
+
+
+_MAKERS: dict[str, Callable[..., Any]] = {
+    "tuple": lambda self, content: self._tuple(content),
+    "set": lambda self, content: self._set(set, content),
+    "frozenset": lambda self, content: self._set(frozenset, content),
+    "OrderedDict": _Unpacker._ordered,
+    "Counter": lambda self, content: collections.Counter(self._dict(content)),
+    "defaultdict": _Unpacker._defaultdict,
+    "deque": _Unpacker._deque,
+    "ChainMap": _Unpacker._chain,
+    "SimpleNamespace": lambda self, content: types.SimpleNamespace(**self._dict(content)),
+    "mappingproxy": lambda self, content: types.MappingProxyType(self._dict(content)),
+}
+# All that a tag may say it is.
+ALL_KINDS = (
+    frozenset(_MAKERS)
+    | value_kinds.KINDS
+    | user_classes.KINDS
+    | generators.KINDS
+    | tensor_kinds.KINDS
+)

@@ -10,11 +10,11 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import UnsupportedState
-from dcp_checkfreq.format.value_checks import ValueChecks, serialised
+from dcp_checkfreq.format.value_checks import ValueChecks, parts_of_value, serialised
 from dcp_checkfreq.shards.boxes import check_placements
 from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, local_of
 from dcp_checkfreq.shards.self_described import describes_itself, parts_of
-from dcp_checkfreq.state.packed import TENSORS, TREE, is_packed, unpack
+from dcp_checkfreq.state.packed import TENSORS, TREE, is_packed, pack, unpack
 from dcp_checkfreq.state.wrappers import HOW_TO_KNOW, RECORD, Kinds, is_taken_apart, record_of
 
 _WHERE = "the state"
@@ -41,11 +41,14 @@ def check_leaves(
         UnsupportedState: of the first that cannot be saved or could not be restored, by its key.
     """
     if is_packed(value):
-        raw = unpack(value, functools.partial(_check_wrapper, key, kinds))
+        raw = unpack(value, functools.partial(_check_wrapper, key, kinds), is_dressed=False)
+        own_items = set(map(id, value[TENSORS]))
         for inner_key, inner in _inside(key, raw):
-            if isinstance(inner, torch.Tensor):
+            if isinstance(inner, torch.Tensor) and id(inner) in own_items:
                 _check_tensor(inner_key, inner)
-        _check_value(key, value[TREE][0] if value[TENSORS] else raw, allow_pickle=allow_pickle)
+        stream = serialised(value[TREE], key, raw, _tree_of)
+        if not allow_pickle:
+            ValueChecks().check(key, stream, _WHERE, lambda: raw, form=_tree_of)
     elif isinstance(value, (Mapping, list)) and (value or isinstance(value, Mapping)):
         if isinstance(value, Mapping) and is_taken_apart(value) and not has_live:
             _check_wrapper(key, kinds, value)
@@ -93,14 +96,15 @@ def _same(value: object) -> object:
     return value
 
 
+def _tree_of(value: object) -> object:
+    return pack(value)[TREE]
+
+
 def _inside(key: str, value: object) -> Iterator[tuple[str, object]]:
     """Yield the leaves of the containers that `pack` looks into."""
-    if type(value) is dict:
-        for name, inner in value.items():
-            yield from _inside(f"{key}.{name}", inner)
-    elif type(value) in (list, tuple):
-        assert isinstance(value, (list, tuple))
-        for number, inner in enumerate(value):
-            yield from _inside(f"{key}.{number}", inner)
-    else:
+    parts = parts_of_value(value)
+    if parts is None:
         yield key, value
+    else:
+        for name, inner in parts:
+            yield from _inside(f"{key}.{name}", inner)

@@ -15,7 +15,8 @@ from dcp_checkfreq.shards.boxes import Boxed
 from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.shards.self_described import describes_itself, size_in_checkpoint
 from dcp_checkfreq.state.differences import Differences, listed
-from dcp_checkfreq.state.packed import TENSORS, TREE, Make, pack, tensors_in, unpack
+from dcp_checkfreq.state.generators import adopted, generators_kept
+from dcp_checkfreq.state.packed import TENSORS, TREE, Make, pack, tensors_in, unpacked_from
 from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
 from dcp_checkfreq.state.per_rank import PerRank
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
@@ -109,7 +110,7 @@ class ValuePart:
             is_known = isinstance(number, int) and number < len(live)
             leaves.append((leaf.path, _want(leaf, live[number] if is_known else None, wanted)))
         make = functools.partial(Kinds(tensors_in(state)).made, where=saved.where, key=self.name)
-        return ValueFill(self, leaves, make), Differences()
+        return ValueFill(self, leaves, make, saved.where), Differences()
 
 
 def _want(leaf: Leaf, live: torch.Tensor | None, wanted: Wanted) -> AnyWanted:
@@ -129,8 +130,10 @@ def _want(leaf: Leaf, live: torch.Tensor | None, wanted: Wanted) -> AnyWanted:
 class ValueFill:
     """An object or value that is being restored."""
 
-    def __init__(self, part: ValuePart, leaves: list[tuple[Path, AnyWanted]], make: Make) -> None:
-        self._part, self._leaves, self._make = part, leaves, make
+    def __init__(
+        self, part: ValuePart, leaves: list[tuple[Path, AnyWanted]], make: Make, where: str
+    ) -> None:
+        self._part, self._leaves, self._make, self._where = part, leaves, make, where
         self._loaded: Any = None
         self.claimed: set[str] = set()
 
@@ -139,9 +142,11 @@ class ValueFill:
 
         Raises:
             StateMismatch: it has a wrapper subclass that is not known here.
+            BrokenShard: its parts do not belong together.
         """
         packed = tree_of(self._leaves)
-        self._loaded = unpack({TREE: packed[TREE], TENSORS: packed.get(TENSORS, [])}, self._make)
+        packed = {TREE: packed[TREE], TENSORS: packed.get(TENSORS, [])}
+        self._loaded = unpacked_from(packed, self._part.name, self._where, self._make)
 
     @property
     def may_fail(self) -> bool:
@@ -155,9 +160,11 @@ class ValueFill:
         """Keep a copy of what is there now."""
         part, value = self._part, self._part.value
         if not isinstance(value, Stateful):
+            undo = generators_kept(value)
 
             def put_back() -> None:
                 part.value = value
+                undo()
 
             return put_back
         state = copy.deepcopy(value.state_dict())
@@ -169,7 +176,7 @@ class ValueFill:
         if isinstance(value, Stateful):
             value.load_state_dict(loaded)
         else:
-            self._part.value = loaded
+            self._part.value = adopted(loaded, value)
 
 
 class AbsentFill:

@@ -7,21 +7,31 @@ Prints one line per kind of input with counts. Ends with 1 at the first input th
 which is written to a file and named.
 """
 
+import array
+import collections
 import contextlib
+import decimal
 import faulthandler
+import fractions
+import http
 import io
+import ipaddress
 import json
 import logging
 import os
+import pathlib
 import pickle
 import pickletools
 import random
+import re
 import resource
 import sys
 import tempfile
 import time
+import uuid
 import warnings
 import zipfile
+import zoneinfo
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -40,6 +50,8 @@ from dcp_checkfreq.policy.profile import encode as encode_profile
 from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.profile_file import ProfileFiles
 from dcp_checkfreq.recovery.scan import check_digests, examine
+from dcp_checkfreq.state import packed
+from dcp_checkfreq.state.packed import TAGGED, check_loaded, pack, unpacked_from
 from dcp_checkfreq.storage.staging_area import read_root_id
 from dcp_checkfreq.testing import MemoryTier
 
@@ -79,9 +91,23 @@ ITEMS = [
         io.BytesIO(b"raw"),
     )
 ]
+# Trees with tags in them, as `pack` makes them: see `state/packed`.
+ITEMS += [
+    saved(pack(value)["tree"])
+    for value in (
+        {"a": collections.deque([1], 2), pathlib.PurePath("x"): {1, "a", (2,)}},
+        [decimal.Decimal("1.5"), fractions.Fraction(1, 3), 1 << 3000, {http.HTTPStatus.OK: ...}],
+        [random.Random(1), torch.Generator(), array.array("d", [1.5]), re.I | re.M],
+        [torch.eye(3).to_sparse(), torch.nn.Parameter(torch.ones(2)), bytearray(b"x")],
+        collections.ChainMap({"z": zoneinfo.ZoneInfo("UTC")}, collections.defaultdict(list, a=1)),
+        [uuid.UUID(int=3), ipaddress.ip_network("10.0.0.0/8"), torch.strided],
+    )
+]
 try:
     import numpy as np
 
+    ITEMS.append(saved(pack([np.random.default_rng(1), np.random.RandomState(1)])["tree"]))
+    ITEMS.append(saved(pack(np.random.Generator(np.random.Philox(1)))["tree"]))
     ITEMS.append(saved({"a": np.arange(3.0), "s": np.float32(1), "t": np.array(["ab"])}))
 except ImportError:
     pass
@@ -342,7 +368,54 @@ def read_folder(data):
 
 
 def read_item(data):
-    load_object(io.BytesIO(data), "a key", "/runs/step_7", allow_pickle=False)
+    value = load_object(io.BytesIO(data), "a key", "/runs/step_7", allow_pickle=False)
+    tree = value if type(value) is tuple and len(value) == 2 else (value, TAGGED)
+    tree = (tree[0], TAGGED)
+    check_loaded(tree, "a key", "/runs/step_7")
+    made = unpacked_from({"tree": tree, "tensors": [torch.ones(2)]}, "a key", "/runs/step_7")
+    draw_from(made)
+
+
+def draw_from(value):
+    """A generator that was made reads no memory but its own."""
+    for one in value if type(value) is list else [value]:
+        if isinstance(one, (np.random.Generator, np.random.RandomState)):
+            one.normal(size=3)
+            one.bytes(10)
+
+
+def made_tag(rng):
+    """Any content in any kind of tag."""
+    kinds = sorted(packed.ALL_KINDS)
+    value = odd_value(rng)
+    for _ in range(rng.randrange(1, 4)):
+        content = [odd_content(rng) for _ in range(rng.randrange(4))]
+        content.insert(rng.randrange(len(content) + 1), value)
+        value = (packed.MARK, rng.choice(kinds), *content)
+        if rng.random() < 0.2:
+            value = rng.choice([[value, value], {"a": value}, {value: 1} if is_key(value) else {}])
+    try:
+        return saved((value, TAGGED))
+    except (RuntimeError, ValueError, TypeError, RecursionError):
+        return b""
+
+
+def is_key(value):
+    try:
+        hash(value)
+    except TypeError:
+        return False
+    return type(value[-1]) is not tuple
+
+
+def odd_content(rng):
+    if rng.random() < 0.5:
+        return odd_value(rng)
+    name = rng.choice(["http", "builtins", "signal", "enum", "zoo", "os", "PCG64", "PurePosixPath"])
+    return rng.choice(
+        [name, "HTTPStatus", "system", {"a": 1}, {}, (), (1, 2), [torch.ones(2)], "list", "cpu",
+         ("__dcp_checkfreq_tensor__", 0), "sparse_csr", True, "UTC", "u", 4, b"abcd", "ab12"]
+    )  # fmt: skip
 
 
 def read_lease(data):
@@ -370,6 +443,7 @@ KINDS = {
     "metadata": (made_metadata, read_metadata, 6),
     "folder": (made_metadata, read_folder, 3),
     "item": (made_item, read_item, 4),
+    "tag": (made_tag, read_item, 3),
     "lease": (lambda rng: made_json(rng, LEASE), read_lease, 1),
     "profile": (lambda rng: made_json(rng, PROFILE), read_profile, 1),
     "root id": (lambda rng: odd_bytes(rng, b"0123456789abcdef"), read_id, 1),

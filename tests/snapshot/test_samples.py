@@ -94,7 +94,7 @@ def test_first_and_last_elements_are_seen(elements):
         assert samples.first_changed() == 0
 
 
-def test_odd_tensors_are_left_out():
+def test_tensor_kinds_are_left_out():
     odd = [
         torch.zeros(0),
         torch.zeros(10, 10).t(),
