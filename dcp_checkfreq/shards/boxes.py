@@ -6,6 +6,7 @@ several; a rank that is not in the mesh has none.
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -78,6 +79,15 @@ def is_odd(tensor: DTensor) -> bool:
         for placement in tensor.placements
     )
     return strided or tensor.device_mesh.get_coordinate() is None
+
+
+@functools.lru_cache(maxsize=1024)
+def are_usual(placements: tuple[Placement, ...]) -> bool:
+    """Tell whether all placements are such that ranks in the mesh have one box each."""
+    return not any(
+        one.is_partial() or (sharded_dim(one) is not None and _stride_factor(one) != 1)
+        for one in placements
+    )
 
 
 def check_placements(tensor: DTensor, key: str) -> None:

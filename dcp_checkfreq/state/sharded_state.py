@@ -43,10 +43,11 @@ _Said = tuple[tuple[str, tuple[int | None, ...]], ...]
 
 def layouts_of(state: Mapping[Any, Any], parameter: torch.Tensor) -> _Said:
     """Return the dimension that each placement cuts, of DTensors of another shape."""
+    size = parameter.shape
     return tuple(
         (str(name), tuple(map(sharded_dim, value.placements)))
         for name, value in state.items()
-        if isinstance(value, DTensor) and value.shape != parameter.shape
+        if type(value) is not torch.Tensor and isinstance(value, DTensor) and value.shape != size
     )
 
 
@@ -243,7 +244,7 @@ def without_wrapper_tensors(value: Any) -> Any:
 def record_keys(name: str, state: Mapping[Any, Any], kept: Mapping[Any, Any]) -> Iterable[str]:
     """Yield the keys of records that may differ between ranks: those of sharded wrappers."""
     for key, value in state.items():
-        if isinstance(value, DTensor) and is_taken_apart(kept[key]):
+        if is_taken_apart(kept[key]) and isinstance(value, DTensor):
             for path, _ in flat(kept[key]):
                 if path[-1] == RECORD:
                     yield ".".join((name, str(key), *path))

@@ -22,6 +22,7 @@ from dcp_checkfreq.format.safe_bytes import load_object
 from dcp_checkfreq.shards.boxes import (
     Box,
     Layout,
+    are_usual,
     boxed,
     is_odd,
     layout_of,
@@ -64,9 +65,14 @@ def stored(value: Any, key: str = "") -> Any:
     if type(value) in PLAIN or not isinstance(value, torch.Tensor):
         return value
     if isinstance(value, DTensor):
+        is_usual = are_usual(value.placements) and value.device_mesh.get_coordinate() is not None
+        # Its local tensor as it is: `to_local` would take most of the time of a capture.
+        names, _ = value.__tensor_flatten__()  # type: ignore[no-untyped-call]
+        local = getattr(value, names[0])
+        if is_usual and type(local) in PLAIN:
+            return value
         if any(placement.is_partial() for placement in value.placements):
             return value  # refused by whoever looks at it
-        local = value.to_local()
         if is_wrapper(local):
             return _taken_apart(local, key, layout_of(value), _cuts(value), tuple(value.shape))
         if is_odd(value):
