@@ -272,6 +272,11 @@ class _Packer:
         return self._tag("mappingproxy", self._dict(value))
 
 
+def _is_room(one: object) -> bool:
+    """Tell whether one is a tensor that is not loaded yet, or a list with one, of a nested one."""
+    return type(one) is Room or (type(one) is list and any(type(inner) is Room for inner in one))
+
+
 def _is_same(one: object, other: object) -> bool:
     return one is other
 
@@ -392,7 +397,7 @@ class _Unpacker:
         if maker is not None:
             return maker(self, *content)
         content = self._tuple(content)
-        if any(type(one) is Room for one in content):
+        if any(map(_is_room, content)):
             return Room()
         if kind == "dressed" and not self._is_dressed:
             return content[0]
