@@ -405,4 +405,7 @@ def _has_a_say(module: nn.Module) -> bool:
 
 
 def _is_odd(value: object) -> bool:
-    return isinstance(value, torch.Tensor) and not is_lazy(value) and is_odd(value)
+    """Tell whether a tensor is a sparse one that torch can copy into."""
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
+        return False
+    return value.layout == torch.sparse_coo and is_odd(value)
