@@ -66,6 +66,8 @@ def check_storable(tensor: torch.Tensor, key: str) -> None:
         raise UnsupportedState(key, f"{tensor.layout} tensor", "save a dense copy, or its parts")
     if tensor.is_meta:
         raise UnsupportedState(key, "meta tensor", "it has no data: materialise it first")
+    if tensor.is_nested:
+        raise UnsupportedState(key, "nested tensor", "save its parts (`unbind()`)")
     if tensor.is_quantized:
         raise UnsupportedState(key, "quantized tensor", "save int_repr(), scale and zero point")
     if _bytes_behind(tensor) < _reach_bytes(tensor):

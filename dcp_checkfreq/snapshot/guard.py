@@ -86,7 +86,11 @@ class Guard:
     @torch.no_grad()
     def addresses(self) -> set[Address]:
         """Return where the tensors are that only these optimizers change, in steps we hear of."""
-        found = {address_of(local_of(one)) for one in self._tensors()}
+        locals_ = map(local_of, self._tensors())
+        # Sparse and nested ones have no elements in a row: their parts are copied at once.
+        found = {
+            address_of(one) for one in locals_ if one.layout == torch.strided and not one.is_nested
+        }
         return {address for address in found if address[1]}
 
     def _tensors(self) -> Iterator[torch.Tensor]:

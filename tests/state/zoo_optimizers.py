@@ -543,12 +543,7 @@ def _():
 # --- state that no restart could bring back ---
 
 
-@plain(
-    "sparse state",
-    refused=r"'optim\.state\.0\.weight\.m' is a torch\.sparse_coo tensor",
-    when="after the first step",
-    why="a sparse tensor has no bytes in a row: keep its parts",
-)
+@plain("sparse state")
 class SparseState(Plain):
     def rate(self, one, state):
         state["m"] = one.detach().to_sparse()
