@@ -21,8 +21,9 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
-from dcp_checkfreq.errors import StateMismatch
+from dcp_checkfreq.errors import StateMismatch, UnsupportedState
 from dcp_checkfreq.state.differences import Differences, listed
+from dcp_checkfreq.state.names import why_nameless
 from dcp_checkfreq.state.part import Undo, tensor_described
 from dcp_checkfreq.state.saved import Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.tree import tree_of
@@ -94,21 +95,32 @@ class Fsdp1ModulePart:
 
 
 class Fsdp1OptimizerPart:
-    """A registered optimizer of a module with FSDP1 in it."""
+    """A registered optimizer of a module with FSDP1 in it.
+
+    Raises:
+        UnsupportedState: one of its parameters is in none of the registered modules.
+    """
 
     def __init__(
         self, name: str, optimizer: torch.optim.Optimizer, modules: Mapping[str, torch.nn.Module]
     ) -> None:
         self.name, self.optimizer = name, optimizer
-        wanted = {id(one) for group in optimizer.param_groups for one in group["params"]}
+        parameters = [one for group in optimizer.param_groups for one in group["params"]]
+        wanted = set(map(id, parameters))
+        held = {
+            id(one): name for module in modules.values() for name, one in module.named_parameters()
+        }
+        if not wanted <= set(held):
+            why = why_nameless(parameters, held, modules)
+            raise UnsupportedState(name, type(optimizer).__name__, why)
         holders = {
             part: module
             for part, module in modules.items()
             if wanted & {id(one) for one in module.parameters()}
         }
-        first = next(iter(holders.values()))
-        whole = {id(one) for one in first.parameters()} >= wanted
-        self._owner = first if whole else torch.nn.ModuleDict(holders)
+        whole = (one for one in holders.values() if wanted <= set(map(id, one.parameters())))
+        first = next(whole, None)
+        self._owner = torch.nn.ModuleDict(holders) if first is None else first
 
     def capture(self) -> dict[str, Any]:
         """Return what torch makes of it; nothing of one that was never stepped."""

@@ -321,6 +321,14 @@ def test_fsdp1(group, inside, original):
     job.check()
 
 
+@pytest.mark.filterwarnings("ignore")
+def test_an_optimizer_of_no_registered_module_is_refused_by_name_beside_fsdp1(group):
+    module, other = fsdp1(linear(), use_orig_params=True), linear()
+    for modules in ({"model": module}, {}):
+        with pytest.raises(UnsupportedState, match="'optim' is a AdamW: 2 of its parameters"):
+            Fsdp1OptimizerPart("optim", adamw(other), modules)
+
+
 def follow(optimizer, net):
     """Let the optimizer train what the module has now, and nothing else."""
     there = {id(p): p for p in net.parameters()}
