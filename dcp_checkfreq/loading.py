@@ -71,11 +71,8 @@ def load_part(
     reader.read_data(planner.create_local_plan(), planner).wait()
     restoration.check()
     restoration.settle(restoration.unexpected())
-    try:
+    with restoration.undone_if_it_fails():
         restoration.put_where_it_may_fail(0)
-    except BaseException:
-        restoration.undo()
-        raise
     restoration.put_the_rest()
     restoration.tell()
     return restoration.differences[name]

@@ -373,12 +373,12 @@ class Restorer:
         with self._agree.region("comparing what was loaded", wrap=wrap):
             restoration.check()
         self._settle(restoration, wrap)
-        try:
-            with self._agree.region("putting back what was loaded", wrap=wrap):
-                restoration.put_where_it_may_fail(step)
-        except BaseException:
-            restoration.undo()
-            raise
+        # The outer one, so that another rank's error puts back this one's parts, too.
+        with (
+            restoration.undone_if_it_fails(),
+            self._agree.region("putting back what was loaded", wrap=wrap),
+        ):
+            restoration.put_where_it_may_fail(step)
         with self._agree.region("putting back what was loaded", wrap=wrap):
             restoration.put_the_rest()
         if self._agree.rank == 0:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import io
-from typing import Any
 
 import torch
-from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
 from dcp_checkfreq.boundary import tells_errors
@@ -30,18 +29,6 @@ class WantedPlanner(CheckFreqLoadPlanner):
     def __init__(self, wanted: Wanted, *, allow_pickle: bool) -> None:
         super().__init__(allow_pickle=allow_pickle)
         self._wanted = wanted
-
-    @tells_errors(LoadFailed, "planning")
-    def set_up_planner(
-        self,
-        state_dict: dict[str, Any],
-        metadata: Metadata | None = None,
-        is_coordinator: bool = False,
-    ) -> None:
-        """Take the metadata of the checkpoint."""
-        super().set_up_planner({}, metadata, is_coordinator)
-        if metadata is not None and isinstance(metadata.storage_meta, StorageMeta):
-            self._where = str(metadata.storage_meta.checkpoint_id)
 
     @tells_errors(LoadFailed, "planning")
     def create_local_plan(self) -> LoadPlan:

@@ -81,7 +81,8 @@ class AppState:
         return ValuePart(name, self._parts, self._rank)
 
     def _key(self, name: str) -> str:
-        return f"{name}/rank{self._rank}" if isinstance(self._parts[name], PerRank) else name
+        part = self._part(name)
+        return part.key if isinstance(part, ValuePart) else name
 
     def capture(self) -> dict[str, Any]:
         """Return the state dict to save. Tensors are the live ones; each part is asked once."""

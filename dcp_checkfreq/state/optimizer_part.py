@@ -575,6 +575,4 @@ def _with_paths(saved: SavedState, part: str, renames: Renames, names: Sequence[
         if len(leaf.path) == 1 and fqn is not None:
             leaf = Leaf(leaf.key, (STATE, fqn, rest[len(fqn) + 1 :]), leaf.kept)
         found.append(leaf)
-    other = SavedState.__new__(SavedState)
-    other.where, other.parts = saved.where, saved.parts | {saved_part: found}
-    return other
+    return saved.with_leaves(saved_part, found)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from torch.distributed.checkpoint.metadata import Metadata
@@ -182,8 +183,17 @@ class Restoration:
             if not fill.may_fail:
                 fill.put()
 
-    def undo(self) -> None:
-        """Put back what was there before; to be called when something has failed.
+    @contextlib.contextmanager
+    def undone_if_it_fails(self) -> Iterator[None]:
+        """Do the body, which restores parts, or put back what was there before."""
+        try:
+            yield
+        except BaseException:
+            self._put_back()
+            raise
+
+    def _put_back(self) -> None:
+        """Put back what was there before, of all parts that were to be restored so far.
 
         Raises nothing: the error that has led here is on its way, on all ranks alike.
         """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -46,6 +47,12 @@ class SavedState:
         for key, kept in metadata.state_dict_metadata.items():
             part, *below = _path_of(key, known.get(key))
             self.parts.setdefault(str(part), []).append(Leaf(key, tuple(below), kept))
+
+    def with_leaves(self, part: str, leaves: list[Leaf]) -> SavedState:
+        """Return the same checkpoint with other leaves of one part."""
+        other = copy.copy(self)
+        other.parts = self.parts | {part: leaves}
+        return other
 
 
 def _path_of(key: str, known: object) -> Path:
