@@ -125,3 +125,23 @@ class Momentum8(torch.optim.Optimizer):
         state["m"] = self.kind((now / scale[:, None]).round().to(torch.int8), scale)
         state["step"] = state.get("step", 0) + 1
         parameter.sub_(now, alpha=lr)
+
+
+def inner_of(value):
+    """Return all plain tensors in a wrapper, by path."""
+    if not hasattr(value, "__tensor_flatten__"):
+        return {(): value.detach()}
+    return {
+        (name, *path): one
+        for name in value.__tensor_flatten__()[0]
+        for path, one in inner_of(getattr(value, name)).items()
+    }
+
+
+def assert_same(value, other):
+    ours, theirs = inner_of(value), inner_of(other)
+    assert type(value) is type(other)
+    assert ours.keys() == theirs.keys()
+    for path, one in ours.items():
+        assert one.dtype == theirs[path].dtype
+        assert torch.equal(one, theirs[path]), path

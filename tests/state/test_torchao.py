@@ -3,6 +3,7 @@
 import pytest
 import torch
 from torch import nn
+from wrapper_kinds import assert_same
 
 from dcp_checkfreq import Checkpointer, StateMismatch
 
@@ -12,23 +13,6 @@ from torchao import optim
 from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def inner_of(value):
-    if not hasattr(value, "__tensor_flatten__"):
-        return {(): value.detach()}
-    return {
-        (name, *path): one
-        for name in value.__tensor_flatten__()[0]
-        for path, one in inner_of(getattr(value, name)).items()
-    }
-
-
-def assert_same(value, other):
-    ours, theirs = inner_of(value), inner_of(other)
-    assert type(value) is type(other)
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(one, theirs[path]) for path, one in ours.items())
 
 
 def net(seed, *, quantised):

@@ -5,7 +5,15 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.testing._internal.two_tensor import TwoTensor
-from wrapper_kinds import Momentum8, Odd, Other, Quantised, quantised
+from wrapper_kinds import (
+    Momentum8,
+    Odd,
+    Other,
+    Quantised,
+    assert_same,
+    inner_of,
+    quantised,
+)
 
 from dcp_checkfreq import (
     Checkpointer,
@@ -14,26 +22,6 @@ from dcp_checkfreq import (
     find_latest_valid,
     load_part,
 )
-
-
-def inner_of(value):
-    """Return all plain tensors in a wrapper, by path."""
-    if not hasattr(value, "__tensor_flatten__"):
-        return {(): value.detach()}
-    return {
-        (name, *path): one
-        for name in value.__tensor_flatten__()[0]
-        for path, one in inner_of(getattr(value, name)).items()
-    }
-
-
-def assert_same(value, other):
-    ours, theirs = inner_of(value), inner_of(other)
-    assert type(value) is type(other)
-    assert ours.keys() == theirs.keys()
-    for path, one in ours.items():
-        assert one.dtype == theirs[path].dtype
-        assert torch.equal(one, theirs[path]), path
 
 
 def save(root, parts):
