@@ -26,7 +26,7 @@ from dcp_checkfreq.gate import Gate, next_step
 from dcp_checkfreq.leaving import close_at_exit
 from dcp_checkfreq.local_copies import LocalCopies
 from dcp_checkfreq.one_call import OneCall, one_at_a_time
-from dcp_checkfreq.outcome import Ended, Measured, report
+from dcp_checkfreq.outcome import report
 from dcp_checkfreq.own_steps import OwnSteps, place_of
 from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, facts_of, mode_of, tuned_pacer
 from dcp_checkfreq.planner import CheckFreqSavePlanner
@@ -38,7 +38,7 @@ from dcp_checkfreq.recovery.unfinished import Unfinished
 from dcp_checkfreq.registered import Registered
 from dcp_checkfreq.restoring import Restored, Restorer
 from dcp_checkfreq.root_check import check_root
-from dcp_checkfreq.save_record import SaveRecord, told
+from dcp_checkfreq.save_record import Ended, Measured, SaveRecord, told
 from dcp_checkfreq.saving import Saver
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.pool import drop_device_pools

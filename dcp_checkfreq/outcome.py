@@ -11,43 +11,13 @@ import functools
 import logging
 import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq.errors import PublishUnknown, RankLost
-from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.tuner import Decision
 from dcp_checkfreq.told import text_of
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Measured:
-    """What a save cost this rank. Filled in as the save goes on; seconds on the host's clock."""
-
-    mode: Mode
-    interval_steps: int | None = None  # k when it began
-    blocked_s: float = 0.0  # the loop was held up for it
-    failed: bool = False
-    copied_bytes: int = 0
-    state_bytes: int = 0
-    call_s: float = 0.0  # before copying begins: looking at the state, agreeing with other ranks
-    copy_s: float = 0.0  # Tc or Tg
-    persist_s: float = 0.0  # Ts: copied until published, cleaning up after the save before included
-    gpu_copy_s: float | None = None  # Tg, where it was tried
-    written_bytes: int = 0  # of tensors that this rank writes from now on
-
-
-@dataclass(frozen=True, slots=True)
-class Ended:
-    """A save that has ended, as all ranks know it."""
-
-    step: int
-    at: int  # the first step at which all ranks act on it
-    error: BaseException | None
-    decision: Decision | None
 
 
 def fate(error: BaseException) -> str:

@@ -10,7 +10,6 @@ from typing import Protocol
 import torch
 
 from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.outcome import Measured
 from dcp_checkfreq.policy import tuner
 from dcp_checkfreq.policy.costs import Costs, profile_steps, typical_s, worst
 from dcp_checkfreq.policy.interval import Mode
@@ -18,6 +17,7 @@ from dcp_checkfreq.policy.profile import StoredProfile, fingerprint
 from dcp_checkfreq.policy.seen import Iteration, SaveSeen, summarise, worst_seen
 from dcp_checkfreq.policy.tuner import Decision, Tuning
 from dcp_checkfreq.recovery.profile_file import ProfileFiles
+from dcp_checkfreq.save_record import Measured
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)

@@ -31,11 +31,12 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.format.torch_private import dcp_save
 from dcp_checkfreq.gate import Gate
 from dcp_checkfreq.leaving import lost, watch
-from dcp_checkfreq.outcome import Ended, Measured, fate, is_certain, outcome_of, report
+from dcp_checkfreq.outcome import fate, is_certain, outcome_of, report
 from dcp_checkfreq.patience import give_up_if_stuck, wait_for
 from dcp_checkfreq.planner import CheckFreqSavePlanner, FailingSavePlanner
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.tuner import Decision
+from dcp_checkfreq.save_record import Ended, Measured
 from dcp_checkfreq.snapshot.guard import Guard
 from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
 from dcp_checkfreq.snapshot.survey import Piece, Structure, Survey
