@@ -86,12 +86,12 @@ class Guard:
     @torch.no_grad()
     def addresses(self) -> set[Address]:
         """Return where the tensors are that only these optimizers change, in steps we hear of."""
-        locals_ = map(local_of, self._tensors())
         # Sparse and nested ones have no elements in a row: their parts are copied at once.
-        found = {
-            address_of(one) for one in locals_ if one.layout == torch.strided and not one.is_nested
+        return {
+            (one.data_ptr(), size)
+            for one in map(local_of, self._tensors())
+            if one.layout is torch.strided and not one.is_nested and (size := one.nbytes)
         }
-        return {address for address in found if address[1]}
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         for optimizer in self._stepped:

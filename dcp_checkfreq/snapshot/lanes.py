@@ -76,13 +76,13 @@ class _Watched:
     """
 
     def __init__(self, copies: Sequence[Copy]) -> None:
-        seen = [(c.name, c.source) for c in copies]
-        seen += [(c.name, c.whole) for c in copies if c.whole is not None]
-        self._names = [name for name, _ in seen]
-        self._tensors = [tensor for _, tensor in seen]
+        whole = [copy for copy in copies if copy.whole is not None]
+        sources = [copy.source for copy in copies]
+        self._copies = [*copies, *whole]
+        self._tensors = sources + [copy.whole for copy in whole if copy.whole is not None]
         self._versions = versions_of(self._tensors)
-        self.begins = [c.source.data_ptr() for c in copies]
-        self._samples: Samples | None = Samples([c.source for c in copies])
+        self.begins = [source.data_ptr() for source in sources]
+        self._samples: Samples | None = Samples(sources, self.begins)
         self._are_allowed = False
         self._error: SnapshotFailed | None = None
         self._lock = threading.Lock()
@@ -113,21 +113,21 @@ class _Watched:
 
     def _let_go(self) -> None:
         self._are_allowed = True
-        self._names, self._tensors, self._versions = [], [], []
+        self._copies, self._tensors, self._versions = [], [], []
         self._samples = None
 
     def _look(self) -> None:
         versions = versions_of(self._tensors)
         name = None
         if versions != self._versions:
-            changed = zip(self._names, versions, self._versions, strict=True)
-            name = next(name for name, now, before in changed if now != before)
+            changed = zip(self._copies, versions, self._versions, strict=True)
+            name = next(copy.name for copy, now, before in changed if now != before)
         elif self._samples is not None:
             # What is elsewhere by now was copied before: the copying itself has looked.
             number = self._samples.first_changed(
                 lambda n: self._tensors[n].data_ptr() != self.begins[n]
             )
-            name = None if number is None else self._names[number]
+            name = None if number is None else self._copies[number].name
         if name is None:
             return
         self._error = _touched(name, "was changed")

@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import ctypes
 import errno
+import itertools
 import os
+from array import array
 from collections.abc import Callable, Sequence
 
 MOST_SPANS = 512  # of one call; the kernel takes 1024
@@ -43,17 +45,17 @@ def read(
     Where the kernel does not do it, a source that is gone ends the process.
 
     Args:
-        targets: addresses of own memory.
-        sources: as many addresses.
+        targets: addresses of own memory, or one: where all are put behind each other.
+        sources: addresses.
         sizes: in bytes; at most `MOST_SPANS`, and 1 GiB in all.
         short: keep the GIL.
     """
     total = sum(sizes)
     write = _writes[short]
     if write is not None and total:
-        local, remote = _vector(sources, sizes), _vector(targets, sizes)
-        count = len(sizes)
-        done = write(os.getpid(), local, count, remote, count, 0)
+        local = _vector(sources, sizes)
+        remote = _vector(targets, sizes if len(targets) > 1 else [total])
+        done = _written(write, local, remote)
         if done == total:
             return total
         if done >= 0:
@@ -66,21 +68,28 @@ def read(
             _writes[False] = _writes[True] = None
         else:
             raise OSError(code, os.strerror(code))
+    if len(targets) == 1:
+        targets = list(itertools.accumulate(sizes, initial=targets[0]))[:-1]
     move = _libc_with_gil.memmove if short else _libc.memmove
     for target, source, size in zip(targets, sources, sizes, strict=True):
         move(ctypes.c_void_p(target), ctypes.c_void_p(source), ctypes.c_size_t(size))
     return total
 
 
-def _vector(addresses: Sequence[int], sizes: Sequence[int]) -> ctypes.Array[ctypes.c_size_t]:
-    flat = [0] * (2 * len(sizes))
-    flat[::2], flat[1::2] = addresses, sizes
-    return (ctypes.c_size_t * len(flat))(*flat)
+def _vector(addresses: Sequence[int], sizes: Sequence[int]) -> array[int]:
+    """Return what C calls an array of ``struct iovec``."""
+    spans = array("Q", bytes(16 * len(sizes)))
+    spans[::2], spans[1::2] = array("Q", addresses), array("Q", sizes)
+    return spans
+
+
+def _written(write: _Write, local: array[int], remote: array[int]) -> int:
+    (mine, mine_words), (theirs, their_words) = local.buffer_info(), remote.buffer_info()
+    return write(os.getpid(), mine, mine_words // 2, theirs, their_words // 2, 0)
 
 
 def _can_reach(write: _Write, target: int) -> bool:
     """Tell whether the kernel writes there: memory of a device it may not."""
     known = ctypes.create_string_buffer(1)
     ctypes.memmove(known, target, 1)
-    local, remote = _vector([ctypes.addressof(known)], [1]), _vector([target], [1])
-    return write(os.getpid(), local, 1, remote, 1, 0) == 1
+    return _written(write, _vector([ctypes.addressof(known)], [1]), _vector([target], [1])) == 1

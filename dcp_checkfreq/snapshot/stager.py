@@ -303,7 +303,7 @@ def _copies(
     pieces, targets = survey.inventory.pieces, kept.targets
     return {
         device: [
-            Copy(pieces[n].paths[0], survey.locals[n], target, survey.whole(n))
+            Copy(pieces[n].paths[0], survey.locals[n], target, survey.wholes.get(n))
             for n in group
             if (target := targets[n]) is not None
         ]

@@ -158,6 +158,15 @@ class _Look:
         """Return the parts at these numbers of leaf and part."""
         return [self.locals_of(leaf)[part] for leaf, part in places]
 
+    def wholes(self, places: Sequence[tuple[int, int]]) -> dict[int, torch.Tensor]:
+        """Return what the parts at these places are shards of, by number of the place."""
+        if not self._shards:
+            return {}
+        values: Sequence[Any] = self.values
+        return {
+            number: values[leaf] for number, (leaf, _) in enumerate(places) if leaf in self._shards
+        }
+
 
 def _check(tensor: torch.Tensor, local: torch.Tensor, path: str) -> None:
     if is_sharded_tensor(tensor):
@@ -184,6 +193,7 @@ class Survey:
         values: of them.
         locals: this rank's part of each piece, detached: an object of its own, which
             ``tensor.data = ...`` does not change.
+        wholes: by number of the piece: the tensor that a piece is a shard of.
 
     Raises:
         UnsupportedState: a tensor that could not be written, or loaded again.
@@ -197,13 +207,6 @@ class Survey:
         self.inventory = recognised or Inventory(look)
         self.tree: dict[str, Any] = look.tree
         self.paths, self.values = look.paths, look.values
-        self.locals: list[torch.Tensor] = [
-            local.detach() for local in look.locals(self.inventory.first)
-        ]
-
-    def whole(self, number: int) -> torch.Tensor | None:
-        """Return the tensor that a piece is a shard of, if it is one."""
-        value = self.values[self.inventory.first[number][0]]
-        if not isinstance(value, torch.Tensor):
-            return None
-        return value if isinstance(value, DTensor) or describes_itself(value) else None
+        first = self.inventory.first
+        self.locals: list[torch.Tensor] = [local.detach() for local in look.locals(first)]
+        self.wholes: Mapping[int, torch.Tensor] = look.wholes(first)
