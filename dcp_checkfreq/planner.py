@@ -74,6 +74,7 @@ class _KeptPlan:
     token: str
     signature: Structure
     plan: SavePlan
+    written_keys: frozenset[str]  # made with the plan: every save of the training thread asks
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,7 +129,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         """
         if self._kept is None or self._check_tensors:
             return None
-        return frozenset(item.index.fqn for item in self._kept.plan.items)
+        return self._kept.written_keys
 
     def expect_partial(self, is_partial: bool) -> None:
         """Say whether the next state has meta tensors in place of what other ranks write."""
@@ -250,7 +251,8 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Return the plan to carry out, and keep it for the next save."""
         if new_plan.usable:
-            self._kept = _KeptPlan(new_plan.planner_data, self._signature, new_plan)
+            keys = frozenset(item.index.fqn for item in new_plan.items)
+            self._kept = _KeptPlan(new_plan.planner_data, self._signature, new_plan, keys)
         else:
             if self._candidate is None:
                 raise PlanCacheStale(self._where, "this rank has no kept plan")

@@ -49,6 +49,7 @@ from dcp_checkfreq.state.wrappers import (
     flat,
     holds_wrapper,
     is_taken_apart,
+    is_usual_shard,
     live_parts,
     stored,
 )
@@ -78,7 +79,7 @@ class ModulePart:
         """Return the state dict under FQNs. Tensors are the live ones, detached."""
         own = self.own()
         for key, value in list(own.items()):
-            if type(value) is torch.Tensor:
+            if type(value) is torch.Tensor or is_usual_shard(value):
                 continue  # as nearly all are, in jobs with very many
             if isinstance(value, torch.Tensor):
                 if is_lazy(value):

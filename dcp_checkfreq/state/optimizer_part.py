@@ -33,7 +33,7 @@ from dcp_checkfreq.state.sharded_state import (
 from dcp_checkfreq.state.tensor_kinds import is_odd
 from dcp_checkfreq.state.value_part import AbsentFill, ValueFill, ValuePart
 from dcp_checkfreq.state.wanted import Wanted
-from dcp_checkfreq.state.wrappers import Kinds, stored
+from dcp_checkfreq.state.wrappers import Kinds, is_usual_shard, stored
 
 
 class OptimizerPart:
@@ -180,13 +180,7 @@ class OptimizerPart:
             return pack(state)
         kept = state
         # None, as a rule, in jobs with very many.
-        if odd := [
-            key
-            for key, value in state.items()
-            if type(value) is not torch.Tensor
-            or value.layout is not torch.strided
-            or value.is_quantized
-        ]:
+        if odd := [key for key, value in state.items() if not _is_usual(value)]:
             kept = dict(state)
             for key in odd:
                 value = state[key]
@@ -197,7 +191,8 @@ class OptimizerPart:
                     else pack_if_needed(value)
                 )
         if isinstance(parameter, DTensor):
-            self._no_replicas.update(record_keys(name, state, kept))
+            if kept is not state:
+                self._no_replicas.update(record_keys(name, state, kept))
             said = layouts_of(state, parameter)
             if said:
                 kept = kept | {LAYOUTS: said}
@@ -245,6 +240,13 @@ class OptimizerPart:
             return ValuePart(self.name, {self.name: self.optimizer}, 0).fill(saved, renames, wanted)
         fill = OptimizerFill(self, saved, renames, wanted)
         return fill, fill.differences
+
+
+def _is_usual(value: Any) -> bool:
+    """Tell whether DCP keeps a value of a parameter's state as it is."""
+    if type(value) is torch.Tensor:
+        return value.layout is torch.strided and not value.is_quantized
+    return is_usual_shard(value)
 
 
 def _option(key: str, value: Any) -> Any:

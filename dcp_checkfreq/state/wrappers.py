@@ -56,6 +56,19 @@ def holds_wrapper(value: object) -> bool:
     return is_wrapper(local_of(value) if isinstance(value, DTensor) else value)
 
 
+def is_usual_shard(value: object) -> bool:
+    """Tell whether a value is a DTensor with a plain shard of one box, as nearly all are. Fast."""
+    if type(value) is not DTensor or not are_usual(value.placements):
+        return False
+    return value.device_mesh.get_coordinate() is not None and type(_shard_of(value)) in PLAIN
+
+
+def _shard_of(value: DTensor) -> Any:
+    """Return the local tensor as it is: `to_local` would take most of the time of a capture."""
+    names, _ = value.__tensor_flatten__()  # type: ignore[no-untyped-call]
+    return getattr(value, names[0])
+
+
 def stored(value: Any, key: str = "") -> Any:
     """Return what DCP shall see of a tensor: itself, its boxes, or inner tensors in a dict.
 
@@ -64,13 +77,10 @@ def stored(value: Any, key: str = "") -> Any:
     """
     if type(value) in PLAIN or not isinstance(value, torch.Tensor):
         return value
+    if is_usual_shard(value):
+        return value
     if isinstance(value, DTensor):
-        is_usual = are_usual(value.placements) and value.device_mesh.get_coordinate() is not None
-        # Its local tensor as it is: `to_local` would take most of the time of a capture.
-        names, _ = value.__tensor_flatten__()  # type: ignore[no-untyped-call]
-        local = getattr(value, names[0])
-        if is_usual and type(local) in PLAIN:
-            return value
+        local = _shard_of(value)
         if any(placement.is_partial() for placement in value.placements):
             return value  # refused by whoever looks at it
         if is_wrapper(local):
