@@ -377,6 +377,14 @@ REFUSED = {
 }
 
 
+def _in_order(value):
+    """Return a text that shows types as `repr` does, and sets in one order."""
+    if isinstance(value, (set, frozenset, tuple)):
+        inner = list(map(_in_order, value))
+        return f"{type(value)}{inner if isinstance(value, tuple) else sorted(inner)}"
+    return repr(value)
+
+
 def differs(a, b, at="value"):
     """Return the path of a difference in type, order, value or bits; None if there is none."""
     if type(a) is not type(b):
@@ -397,7 +405,7 @@ def differs(a, b, at="value"):
     if isinstance(a, np.generic):
         return None if a.dtype == b.dtype and a.tobytes() == b.tobytes() else at
     if isinstance(a, (set, frozenset)):
-        return None if a == b and sorted(map(repr, a)) == sorted(map(repr, b)) else at
+        return None if a == b and _in_order(a) == _in_order(b) else at
     if isinstance(a, (dict, types.MappingProxyType)):
         found = differs(list(a.items()), list(b.items()), at)
         for name in ("default_factory", "__dict__"):
