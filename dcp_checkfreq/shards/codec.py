@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
+from torch.nn.parameter import is_lazy
 
 from dcp_checkfreq.errors import UnsupportedState
 from dcp_checkfreq.format.digest import block_bytes, digest
@@ -55,6 +56,8 @@ def is_sharded_tensor(tensor: torch.Tensor) -> bool:
 def check_storable(tensor: torch.Tensor, key: str) -> None:
     """Raise `UnsupportedState` for a tensor whose elements cannot be written or loaded again."""
     kind = type(tensor).__name__
+    if is_lazy(tensor):
+        raise UnsupportedState(key, kind, "it has no data yet: let its module run once first")
     if type(tensor) not in _NO_SUBCLASS and hasattr(tensor, "__tensor_flatten__"):
         raise UnsupportedState(
             key,

@@ -349,6 +349,10 @@ def _own_copy(value: Any) -> Any:
 def _clone_tensors(inner: Any, memo: dict[int, Any]) -> None:
     if isinstance(inner, torch.Tensor) and not isinstance(inner, DTensor):
         copied = inner.detach().cpu().clone(memory_format=torch.contiguous_format)
+        if type(inner) is torch.nn.Parameter:
+            copied = torch.nn.Parameter(copied, inner.requires_grad)
+        elif inner.requires_grad:
+            copied.requires_grad_()
         memo[id(inner)] = copied
     elif isinstance(inner, Mapping):
         for element in inner.values():

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dcp_checkfreq.format.torch_private import MKLDNN_LAYOUT
 from dcp_checkfreq.shards.self_described import describes_itself
@@ -33,7 +34,7 @@ def _kind_of(tensor: torch.Tensor) -> str | None:
     kind = type(tensor)
     if kind in _PLAIN and tensor.layout == torch.strided and not tensor.is_nested:
         return None
-    if tensor.is_meta:
+    if is_lazy(tensor) or tensor.is_meta:
         return None
     if tensor.is_nested:
         return "jagged" if tensor.layout == torch.jagged else "nested"

@@ -352,3 +352,18 @@ def test_a_tensor_in_a_byte_item_takes_room_for_itself(tmp_path, hold, planner):
         target = {"held": {"a": torch.zeros(4), "b": None}}
     dcp.load(target, storage_reader=reader)
     assert "3., 4., 5., 6." in str(target["held"])
+
+
+@pytest.mark.parametrize("has_gradient", [True, False])
+@pytest.mark.parametrize("make", [torch.nn.Parameter, torch.Tensor.requires_grad_])
+def test_a_tensor_in_a_byte_item_stays_a_parameter_or_wants_a_gradient(
+    tmp_path, make, has_gradient
+):
+    held = make(torch.arange(4.0), has_gradient)
+    writer = CheckFreqWriter(tmp_path, allow_pickle=True)
+    dcp.async_save({"held": (held,)}, storage_writer=writer).result(60)
+    target = {"held": None}
+    dcp.load(target, storage_reader=CheckFreqReader(tmp_path, allow_pickle=True))
+    (back,) = target["held"]
+    assert (type(back), back.requires_grad) == (type(held), has_gradient)
+    assert torch.equal(back, held)

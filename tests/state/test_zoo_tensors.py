@@ -102,3 +102,17 @@ def test_a_tensor_of_more_than_4_gib_comes_back(tmp_path):
     save(tmp_path, {"large": [made]})
     (back,) = restored(tmp_path, {"large": None})["large"]
     assert torch.equal(back, made)
+
+
+@pytest.mark.parametrize(
+    "kind", [torch.nn.UninitializedParameter, torch.nn.parameter.UninitializedBuffer]
+)
+@pytest.mark.parametrize("place", ["value", "optimizer"])
+def test_what_is_not_initialised_is_refused_with_its_key_when_registered(tmp_path, kind, place):
+    if place == "value":
+        parts, key = {"job": {"fine": 1, "bad": (kind(),)}}, "job.bad.0"
+    else:
+        parts, key = job({}, {"bad": kind()}), "optim.state.weight.bad"
+    with pytest.raises(UnsupportedState, match="has no data yet") as caught:
+        Checkpointer(tmp_path, parts, every=1000)
+    assert caught.value.key == key
