@@ -15,8 +15,8 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import RankLost
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
 
 _KEY = "dcp_checkfreq/elastic"
 _POLL_S = 0.02

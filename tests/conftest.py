@@ -10,8 +10,8 @@ import pytest
 from held_copies import held_copies, let_go_when_waited_for
 from hypothesis import HealthCheck, settings
 
-from dcp_checkfreq.storage import abilities
-from dcp_checkfreq.storage.abilities import Abilities
+from dcp_checkfreq.storage.local import abilities
+from dcp_checkfreq.storage.local.abilities import Abilities
 
 # A busy machine is no reason to fail.
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
@@ -45,4 +45,4 @@ def late(held, monkeypatch):
 @pytest.fixture
 def nothing_is_remembered(monkeypatch):
     """For simulated deaths of the process: the next one knows nothing of the save before."""
-    monkeypatch.setattr("dcp_checkfreq.writer.remember", lambda attempt: None)
+    monkeypatch.setattr("dcp_checkfreq.dcp.writer.remember", lambda attempt: None)

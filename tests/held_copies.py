@@ -7,7 +7,7 @@ torn for certain, not by luck.
 import contextlib
 import threading
 
-from dcp_checkfreq.snapshot import lanes
+from dcp_checkfreq.snapshot import background_copy
 
 
 class HeldCopies:
@@ -53,8 +53,8 @@ class HeldCopies:
 @contextlib.contextmanager
 def held_copies(monkeypatch):
     """Yield `HeldCopies` in place of the lanes' copying; whatever is held at the end is let go."""
-    held = HeldCopies(lanes.copy_tensors)
-    monkeypatch.setattr(lanes, "copy_tensors", held)
+    held = HeldCopies(background_copy.copy_tensors)
+    monkeypatch.setattr(background_copy, "copy_tensors", held)
     try:
         yield held
     finally:
@@ -64,11 +64,11 @@ def held_copies(monkeypatch):
 def let_go_when_waited_for(held, monkeypatch):
     """Let a copy begin only when someone waits for it: the last moment at which it still can."""
     for name in ("before_update", "wait"):
-        original = getattr(lanes._ThreadCopy, name)
+        original = getattr(background_copy._ThreadCopy, name)
 
         def waiting(self, original=original):
             if threading.current_thread() is threading.main_thread() and not self.is_done:
                 held.release()
             return original(self)
 
-        monkeypatch.setattr(lanes._ThreadCopy, name, waiting)
+        monkeypatch.setattr(background_copy._ThreadCopy, name, waiting)

@@ -8,7 +8,7 @@ import weakref
 import pytest
 
 from dcp_checkfreq import Checkpointer
-from dcp_checkfreq.crew import Crew
+from dcp_checkfreq.runtime.crew import Crew
 from dcp_checkfreq.testing import MemoryTier
 
 

@@ -1,5 +1,6 @@
 """The pages say what the code says, and their links lead somewhere."""
 
+import ast
 import importlib.util
 import inspect
 import pathlib
@@ -15,6 +16,7 @@ from dcp_checkfreq.format.metadata import MAGIC
 
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
+FOLDERS = sorted(path.parent for path in (ROOT / "dcp_checkfreq").glob("**/__init__.py"))[1:]
 PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
 ERRORS = [cls for _, cls in inspect.getmembers(errors, inspect.isclass)
           if cls.__module__ == errors.__name__]  # fmt: skip
@@ -87,24 +89,18 @@ def test_the_format_page_names_every_key_of_the_record_and_the_magic():
     assert MAGIC.hex(" ") in page
 
 
-def test_the_architecture_page_names_every_module():
-    package = ROOT / "dcp_checkfreq"
-    modules = {
-        path.relative_to(package).with_suffix("").as_posix()
-        for path in package.rglob("*.py")
-        if path.name != "__init__.py" and path.parent.name != "testing"
-    }
-    page = text_of(DOCS / "architecture.md")
-    listed = set(re.findall(r"^\| \d \| `([\w/]+)`", page, re.M))
-    assert listed == modules | {"testing"}
+def test_the_architecture_page_gives_each_folder_its_level():
+    levels = loaded("test_layers", ROOT / "tests" / "test_layers.py").LEVELS
+    rows = re.findall(r"^\| (\d+) \| \[`(\w+)`\]", text_of(DOCS / "architecture.md"), re.M)
+    assert {name: int(level) for level, name in rows} == levels
 
 
-def test_the_architecture_page_gives_each_module_its_level():
-    layers = loaded("test_layers", ROOT / "tests" / "test_layers.py")
-    page = text_of(DOCS / "architecture.md")
-    for level, module, pure in re.findall(r"^\| (\d) \| `([\w/]+)`( \(P\))?", page, re.M):
-        assert layers.level_of(module) == int(level), module
-        assert (module in layers.PURE) == bool(pure), module
+@pytest.mark.parametrize("folder", FOLDERS, ids=named)
+def test_a_folder_says_what_its_files_are(folder):
+    said = ast.get_docstring(ast.parse(text_of(folder / "__init__.py"))) or ""
+    inside = {path.stem for path in folder.glob("*.py")} - {"__init__"}
+    inside |= {path.parent.name for path in folder.glob("*/__init__.py")}
+    assert inside <= set(re.findall(r"`([\w.]+)`", said))
 
 
 def test_every_decision_is_in_the_index():

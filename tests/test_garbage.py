@@ -4,7 +4,7 @@ import gc
 
 import pytest
 
-from dcp_checkfreq.garbage import collector_held
+from dcp_checkfreq.runtime.gc_paused import collector_held
 
 
 @pytest.fixture(autouse=True)

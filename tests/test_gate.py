@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from dcp_checkfreq import Checkpointer
-from dcp_checkfreq.gate import Gate
+from dcp_checkfreq.ranks.step_gate import Gate
 from dcp_checkfreq.testing import MemoryTier
 
 

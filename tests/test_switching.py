@@ -8,8 +8,10 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 
-from dcp_checkfreq import CheckFreqWriter, Checkpointer, saving, writer
-from dcp_checkfreq.switching import INTERVAL_S, quick_switching
+from dcp_checkfreq import CheckFreqWriter, Checkpointer
+from dcp_checkfreq.checkpointer import saver
+from dcp_checkfreq.dcp import writer
+from dcp_checkfreq.runtime.gil_switch_interval import INTERVAL_S, quick_switching
 from dcp_checkfreq.testing import MemoryTier
 
 USUAL_S = 0.005
@@ -92,13 +94,13 @@ def test_what_a_script_sets_meanwhile_stays():
 
 
 def test_a_background_save_switches_quickly_until_it_has_ended(monkeypatch):
-    seen, save = [], saving.dcp_save
+    seen, save = [], saver.dcp_save
 
     def watched(*args, **kwargs):
         seen.append(sys.getswitchinterval())
         return save(*args, **kwargs)
 
-    monkeypatch.setattr(saving, "dcp_save", watched)
+    monkeypatch.setattr(saver, "dcp_save", watched)
     with Checkpointer(MemoryTier(), {"w": torch.ones(3)}, every=1) as ckpt:
         ckpt.restore()
         ckpt.after_step()

@@ -13,44 +13,55 @@ from types import TracebackType
 from typing import Any, Literal
 
 from dcp_checkfreq import options
-from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.dropped import Holdings
+from dcp_checkfreq.checkpointer.dropped import Holdings
+from dcp_checkfreq.checkpointer.registered import Registered
+from dcp_checkfreq.checkpointer.restorer import Restored, Restorer
+from dcp_checkfreq.checkpointer.run_history import OwnSteps, place_of
+from dcp_checkfreq.checkpointer.saver import Saver
+from dcp_checkfreq.checkpointer.stopping import Job, Stopping
+from dcp_checkfreq.dcp.name_lengths import check_root_lengths
+from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner
 from dcp_checkfreq.errors import (
     RankLost,
     SaveFailed,
     SnapshotFailed,
     TooManyFailures,
 )
-from dcp_checkfreq.gate import Gate, next_step
-from dcp_checkfreq.leaving import close_at_exit
-from dcp_checkfreq.local_copies import LocalCopies
-from dcp_checkfreq.one_call import OneCall, one_at_a_time
-from dcp_checkfreq.outcome import report
-from dcp_checkfreq.own_steps import OwnSteps, place_of
-from dcp_checkfreq.pacing import Facts, FixedPacer, Pacer, facts_of, mode_of, tuned_pacer
-from dcp_checkfreq.planner import CheckFreqSavePlanner
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.retention import Retention
+from dcp_checkfreq.policy.save_record import (
+    Ended,
+    Measured,
+    SaveRecord,
+    told,
+)
+from dcp_checkfreq.policy.save_schedule import (
+    Facts,
+    FixedPacer,
+    Pacer,
+    facts_of,
+    mode_of,
+    tuned_pacer,
+)
+from dcp_checkfreq.policy.step_timer import StepTimes
+from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.step_gate import Gate, next_step
 from dcp_checkfreq.recovery.lease import LeaseFile
+from dcp_checkfreq.recovery.retention import Retention
+from dcp_checkfreq.recovery.root_check import check_root
 from dcp_checkfreq.recovery.scan import Depth
-from dcp_checkfreq.recovery.unfinished import Unfinished
-from dcp_checkfreq.registered import Registered
-from dcp_checkfreq.restoring import Restored, Restorer
-from dcp_checkfreq.root_check import check_root
-from dcp_checkfreq.save_record import Ended, Measured, SaveRecord, told
-from dcp_checkfreq.saving import Saver
-from dcp_checkfreq.snapshot.guard import Guard
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.runtime.one_call import OneCall, one_at_a_time
+from dcp_checkfreq.runtime.outcome import report
+from dcp_checkfreq.runtime.process_end import close_at_exit
+from dcp_checkfreq.runtime.told import text_of
+from dcp_checkfreq.snapshot.optimizer_guard import Guard
 from dcp_checkfreq.snapshot.pool import drop_device_pools
+from dcp_checkfreq.staging.resume_upload import LocalCopies
+from dcp_checkfreq.staging.staged_tier import StagedTier, StagingDir, noted, staged_root
+from dcp_checkfreq.staging.unfinished import Unfinished
 from dcp_checkfreq.state.app_state import AppState
 from dcp_checkfreq.state.restoration import Selection
-from dcp_checkfreq.step_times import StepTimes
-from dcp_checkfreq.stopping import Job, Stopping
-from dcp_checkfreq.storage.forwarding import noted
-from dcp_checkfreq.storage.lengths import check_root_lengths
 from dcp_checkfreq.storage.open import Location, open_tier
-from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_root
-from dcp_checkfreq.told import text_of
 
 _log = logging.getLogger(__name__)
 

@@ -7,11 +7,11 @@ import os
 import weakref
 from dataclasses import dataclass
 
-from dcp_checkfreq.agreement import Agreement
+from dcp_checkfreq.checkpointer.saver import Saver
+from dcp_checkfreq.checkpointer.stopping import Stopping
+from dcp_checkfreq.ranks.collectives import Agreement
 from dcp_checkfreq.recovery.lease import LeaseFile
-from dcp_checkfreq.saving import Saver
-from dcp_checkfreq.snapshot.guard import Guard
-from dcp_checkfreq.stopping import Stopping
+from dcp_checkfreq.snapshot.optimizer_guard import Guard
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,13 +9,13 @@ import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
 from dcp_checkfreq import options
+from dcp_checkfreq.dcp.reader import CheckFreqReader
+from dcp_checkfreq.dcp.wanted_planner import WantedPlanner
 from dcp_checkfreq.errors import BadLocation
-from dcp_checkfreq.reader import CheckFreqReader
 from dcp_checkfreq.state.app_state import AppState
 from dcp_checkfreq.state.differences import Differences
 from dcp_checkfreq.state.restoration import Selection
 from dcp_checkfreq.storage.open import Location
-from dcp_checkfreq.wanted_planner import WantedPlanner
 
 
 def load_part(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.planner import CheckFreqSavePlanner
+from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner
+from dcp_checkfreq.ranks.collectives import Agreement
 from dcp_checkfreq.state.app_state import AppState
 
 Groups = dict[str, list[list[str]]]  # FQNs in each group of each optimizer

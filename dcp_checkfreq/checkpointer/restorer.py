@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.dcp.reader import CheckFreqReader
+from dcp_checkfreq.dcp.wanted_planner import WantedPlanner
 from dcp_checkfreq.errors import (
     BrokenMetadata,
     BrokenShard,
@@ -23,9 +23,8 @@ from dcp_checkfreq.errors import (
 )
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.torch_private import dcp_load
-from dcp_checkfreq.local_copies import LocalCopies
-from dcp_checkfreq.patience import Asking
-from dcp_checkfreq.reader import CheckFreqReader
+from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.recovery.choose import (
     Choice,
     Newcomer,
@@ -34,18 +33,20 @@ from dcp_checkfreq.recovery.choose import (
     choose_step,
 )
 from dcp_checkfreq.recovery.clean import clean_root
+from dcp_checkfreq.recovery.files import content_of
 from dcp_checkfreq.recovery.lease import LeaseFile, RunLease
+from dcp_checkfreq.recovery.root_check import is_read_only
 from dcp_checkfreq.recovery.root_id import make_root_id
 from dcp_checkfreq.recovery.scan import Depth
-from dcp_checkfreq.recovery.unfinished import Unfinished
-from dcp_checkfreq.root_check import is_read_only
+from dcp_checkfreq.runtime.clock import Clock
+from dcp_checkfreq.runtime.told import Wrap
+from dcp_checkfreq.staging.resume_upload import LocalCopies
+from dcp_checkfreq.staging.staged_tier import noted
+from dcp_checkfreq.staging.unfinished import Unfinished
 from dcp_checkfreq.state.app_state import AppState
 from dcp_checkfreq.state.differences import Differences
 from dcp_checkfreq.state.restoration import Restoration, Selection, Unexpected
-from dcp_checkfreq.storage.forwarding import noted
 from dcp_checkfreq.storage.tier import Tier
-from dcp_checkfreq.told import Wrap
-from dcp_checkfreq.wanted_planner import WantedPlanner
 
 _log = logging.getLogger(__name__)
 
@@ -323,7 +324,7 @@ class Restorer:
             if local is not None:
                 return local.content
             try:
-                return metadata_format.content_of(folder)
+                return content_of(folder)
             except FileNotFoundError:  # another run's retention, say
                 why = "its .metadata was removed since it was found"
                 raise BrokenMetadata(folder.location, why) from None

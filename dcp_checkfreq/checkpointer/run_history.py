@@ -6,24 +6,24 @@ import functools
 import logging
 from collections import deque
 
-from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import RecoveryFailed, SaveFailed, StepsExist, WriteFailed
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
-from dcp_checkfreq.leaving import open_at
-from dcp_checkfreq.patience import Asking
-from dcp_checkfreq.policy.retention import Retention, select_expired
+from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.recovery.choose import Choice
 from dcp_checkfreq.recovery.clean import KnownSteps, delete_step
 from dcp_checkfreq.recovery.kept import Kept, problem_of
 from dcp_checkfreq.recovery.plan import leaves
+from dcp_checkfreq.recovery.retention import Retention, select_expired
 from dcp_checkfreq.recovery.root_id import readable_id_of_root
 from dcp_checkfreq.recovery.root_watch import RootWatch
 from dcp_checkfreq.recovery.scan import examine, scan
-from dcp_checkfreq.storage.forwarding import noted
+from dcp_checkfreq.runtime.clock import Clock
+from dcp_checkfreq.runtime.process_end import open_at
+from dcp_checkfreq.staging.staged_tier import noted
 from dcp_checkfreq.storage.tier import Tier
-from dcp_checkfreq.writer import CheckFreqWriter
 
 _log = logging.getLogger(__name__)
 

@@ -18,9 +18,8 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_checkfreq.agreement import GROUP_IS_GONE, Agreement, is_agreed
-from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.crew import Crew, Task
+from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner, FailingSavePlanner
+from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import (
     CheckFreqError,
     PublishUnknown,
@@ -29,21 +28,32 @@ from dcp_checkfreq.errors import (
     SnapshotFailed,
 )
 from dcp_checkfreq.format.torch_private import dcp_save
-from dcp_checkfreq.gate import Gate
-from dcp_checkfreq.leaving import lost, watch
-from dcp_checkfreq.outcome import fate, is_certain, outcome_of, report
-from dcp_checkfreq.patience import give_up_if_stuck, wait_for
-from dcp_checkfreq.planner import CheckFreqSavePlanner, FailingSavePlanner
 from dcp_checkfreq.policy.interval import Mode
+from dcp_checkfreq.policy.save_record import Ended, Measured
 from dcp_checkfreq.policy.tuner import Decision
-from dcp_checkfreq.save_record import Ended, Measured
-from dcp_checkfreq.snapshot.guard import Guard
+from dcp_checkfreq.ranks.collectives import GROUP_IS_GONE, Agreement, is_agreed
+from dcp_checkfreq.ranks.patience import give_up_if_stuck, wait_for
+from dcp_checkfreq.ranks.step_gate import Gate
+from dcp_checkfreq.runtime.clock import Clock
+from dcp_checkfreq.runtime.crew import Crew, Task
+from dcp_checkfreq.runtime.gil_switch_interval import quick_switching
+from dcp_checkfreq.runtime.outcome import (
+    fate,
+    is_certain,
+    outcome_of,
+    report,
+)
+from dcp_checkfreq.runtime.process_end import lost, watch
+from dcp_checkfreq.runtime.told import (
+    Told,
+    as_ours,
+    tell,
+    text_of,
+)
+from dcp_checkfreq.snapshot.inventory import Piece, Structure, Survey
+from dcp_checkfreq.snapshot.optimizer_guard import Guard
 from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
-from dcp_checkfreq.snapshot.survey import Piece, Structure, Survey
-from dcp_checkfreq.switching import quick_switching
-from dcp_checkfreq.told import Told, as_ours, tell, text_of
-from dcp_checkfreq.uploading import upload_and_publish
-from dcp_checkfreq.writer import CheckFreqWriter
+from dcp_checkfreq.staging.upload import upload_and_publish
 
 _log = logging.getLogger(__name__)
 

@@ -12,13 +12,13 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Protocol
 
-from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.errors import CheckFreqError
 from dcp_checkfreq.format.torch_private import default_store
-from dcp_checkfreq.gate import Gate
-from dcp_checkfreq.outcome import report
-from dcp_checkfreq.preemption import PreemptionWatch
+from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.preemption import PreemptionWatch
+from dcp_checkfreq.ranks.step_gate import Gate
+from dcp_checkfreq.runtime.clock import Clock
+from dcp_checkfreq.runtime.outcome import report
 
 _log = logging.getLogger(__name__)
 

@@ -7,10 +7,15 @@ import os
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 
+from dcp_checkfreq.commit.phases import (
+    Event,
+    Phase,
+    advance,
+    may_delete,
+)
+from dcp_checkfreq.commit.publish import reserve
 from dcp_checkfreq.errors import CheckFreqError, PublishUnknown
 from dcp_checkfreq.format import names
-from dcp_checkfreq.publish.phases import Event, Phase, advance, may_delete
-from dcp_checkfreq.publish.publisher import reserve
 from dcp_checkfreq.storage.tier import Reservation, Tier
 
 _log = logging.getLogger(__name__)

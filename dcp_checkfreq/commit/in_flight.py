@@ -10,7 +10,7 @@ from concurrent.futures import Future
 from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
 
 from dcp_checkfreq.errors import SaveFailed
-from dcp_checkfreq.leaving import watch
+from dcp_checkfreq.runtime.process_end import watch
 from dcp_checkfreq.storage.tier import SLOWEST_BYTES_PER_S
 
 _POLL_S = 0.02

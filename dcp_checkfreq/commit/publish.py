@@ -5,12 +5,12 @@ from __future__ import annotations
 import errno
 from collections.abc import Callable, Mapping
 
-from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.commit.standing import standing
 from dcp_checkfreq.errors import PublishUnknown, SaveFailed
 from dcp_checkfreq.format.names import METADATA, scratch_metadata
-from dcp_checkfreq.publish.standing import standing
-from dcp_checkfreq.storage.abilities import REFUSALS
-from dcp_checkfreq.storage.late import look_again
+from dcp_checkfreq.runtime.clock import Clock
+from dcp_checkfreq.storage.eventual import look_again
+from dcp_checkfreq.storage.local.abilities import REFUSALS
 from dcp_checkfreq.storage.tier import Reservation, Tier
 
 # Errors after which the storage is sure that it created nothing.

@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_checkfreq import options
-from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.local_copies import look as look_at_node
+from dcp_checkfreq.ranks.collectives import Agreement
 from dcp_checkfreq.recovery.plan import Rejected, StepRecord
 from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole
-from dcp_checkfreq.recovery.unfinished import find_unfinished
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.staging.local_disk import LocalFolder
+from dcp_checkfreq.staging.resume_upload import look as look_at_node
+from dcp_checkfreq.staging.staged_tier import StagedTier, StagingDir, staged_root
+from dcp_checkfreq.staging.unfinished import find_unfinished
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.storage.open import Location, open_tier
-from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_root
-from dcp_checkfreq.storage.staging_area import LocalFolder
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)

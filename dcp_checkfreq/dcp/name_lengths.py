@@ -7,9 +7,9 @@ from collections.abc import Iterable
 
 from dcp_checkfreq.errors import BadLocation
 from dcp_checkfreq.format import names
-from dcp_checkfreq.storage.local import LocalTier
-from dcp_checkfreq.storage.remote import RemoteTier
-from dcp_checkfreq.storage.staged import StagedTier
+from dcp_checkfreq.staging.staged_tier import StagedTier
+from dcp_checkfreq.storage.local.tier import LocalTier
+from dcp_checkfreq.storage.object_store.tier import RemoteTier
 from dcp_checkfreq.storage.tier import Tier
 
 _NAME_BYTES = 255  # of every file system in wide use

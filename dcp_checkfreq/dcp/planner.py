@@ -34,10 +34,8 @@ from torch.distributed.checkpoint.planner import (
 )
 from torch.distributed.tensor import DTensor, Shard
 
-from dcp_checkfreq.agreement import GROUP_IS_GONE
-from dcp_checkfreq.boundary import tells_errors
-from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.covered import check_covered
+from dcp_checkfreq.dcp.boundary import tells_errors
+from dcp_checkfreq.dcp.covered import check_covered
 from dcp_checkfreq.errors import (
     LoadFailed,
     PlanCacheStale,
@@ -48,12 +46,14 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.format.digest import digest
 from dcp_checkfreq.format.safe_bytes import load_object
 from dcp_checkfreq.format.value_checks import ValueChecks, serialised
-from dcp_checkfreq.garbage import collector_held
+from dcp_checkfreq.ranks.collectives import GROUP_IS_GONE
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.runtime.gc_paused import collector_held
 from dcp_checkfreq.shards.assign import share_out
 from dcp_checkfreq.shards.codec import bytes_of, check_storable, dense, is_sharded_tensor
 from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.shards.self_described import describes_itself, parts_of, size_in_checkpoint
-from dcp_checkfreq.snapshot.survey import Structure, describe
+from dcp_checkfreq.snapshot.inventory import Structure, describe
 
 
 @dataclass(frozen=True, slots=True)

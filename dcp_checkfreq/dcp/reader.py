@@ -23,10 +23,9 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_checkfreq import options
-from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.boundary import tells_errors
-from dcp_checkfreq.clock import SystemClock
-from dcp_checkfreq.covered import check_covered
+from dcp_checkfreq.dcp.boundary import tells_errors
+from dcp_checkfreq.dcp.covered import check_covered
+from dcp_checkfreq.dcp.planner import CheckFreqLoadPlanner
 from dcp_checkfreq.errors import (
     BrokenMetadata,
     BrokenShard,
@@ -40,20 +39,22 @@ from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Record, digest_starts
 from dcp_checkfreq.format.safe_bytes import load_object, load_tensor
 from dcp_checkfreq.format.torch_private import StorageInfo
-from dcp_checkfreq.garbage import collector_held
-from dcp_checkfreq.patience import Asking
-from dcp_checkfreq.planner import CheckFreqLoadPlanner
+from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.patience import Asking
+from dcp_checkfreq.ranks.watchdog import Watchdog
+from dcp_checkfreq.recovery.files import content_of
+from dcp_checkfreq.runtime.clock import SystemClock
+from dcp_checkfreq.runtime.gc_paused import collector_held
+from dcp_checkfreq.shards.byte_spans import span_of
 from dcp_checkfreq.shards.codec import finish_gpu_work
 from dcp_checkfreq.shards.fetch import Fetcher
 from dcp_checkfreq.shards.read_plan import Want, round_to_blocks
-from dcp_checkfreq.shards.slices import span_of
+from dcp_checkfreq.shards.shared_read import share
 from dcp_checkfreq.shards.targets import BytesTarget, Target, TensorTarget
-from dcp_checkfreq.sharing import share
+from dcp_checkfreq.staging.staged_tier import StagedTier, StagingDir, staged_folder
+from dcp_checkfreq.storage.object_store.options import Options
 from dcp_checkfreq.storage.open import Location, can_open, open_tier
-from dcp_checkfreq.storage.remote_options import Options
-from dcp_checkfreq.storage.staged import StagedTier, StagingDir, staged_folder
 from dcp_checkfreq.storage.tier import Tier
-from dcp_checkfreq.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 
@@ -187,7 +188,7 @@ class CheckFreqReader(StorageReader):
     def _read_metadata(self, rank: int | None) -> tuple[Metadata, Record | None]:
         name = names.METADATA if rank is None else f"__{rank}{names.METADATA}"
         try:
-            content = metadata_format.content_of(self._tier, name)
+            content = content_of(self._tier, name)
         except FileNotFoundError as error:
             raise BrokenMetadata(self._tier.location, f"there is no {name}") from error
         except OSError as error:

@@ -12,10 +12,10 @@ import os
 import threading
 from collections import deque
 
+from dcp_checkfreq.commit.attempt import SaveAttempt
 from dcp_checkfreq.format import names
-from dcp_checkfreq.publish.attempt import SaveAttempt
 from dcp_checkfreq.recovery.files import named_files
-from dcp_checkfreq.storage.staged import StagedTier
+from dcp_checkfreq.staging.staged_tier import StagedTier
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)

@@ -8,12 +8,12 @@ import torch
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from dcp_checkfreq.boundary import tells_errors
-from dcp_checkfreq.covered import check_covered
+from dcp_checkfreq.dcp.boundary import tells_errors
+from dcp_checkfreq.dcp.covered import check_covered
+from dcp_checkfreq.dcp.planner import CheckFreqLoadPlanner
 from dcp_checkfreq.errors import LoadFailed
 from dcp_checkfreq.format.safe_bytes import load_object
-from dcp_checkfreq.garbage import collector_held
-from dcp_checkfreq.planner import CheckFreqLoadPlanner
+from dcp_checkfreq.runtime.gc_paused import collector_held
 from dcp_checkfreq.state.packed import TREE, check_loaded
 from dcp_checkfreq.state.wanted import Wanted
 

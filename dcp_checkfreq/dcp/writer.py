@@ -25,10 +25,17 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from dcp_checkfreq import options, version
-from dcp_checkfreq.boundary import tells_errors
-from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.crew import Crew
+from dcp_checkfreq import options
+from dcp_checkfreq.commit.assemble import assemble
+from dcp_checkfreq.commit.attempt import SaveAttempt, new_attempt
+from dcp_checkfreq.commit.in_flight import InFlight, told
+from dcp_checkfreq.commit.one_at_a_time import Turn
+from dcp_checkfreq.commit.phases import Phase
+from dcp_checkfreq.commit.publish import publish
+from dcp_checkfreq.commit.standing import standing
+from dcp_checkfreq.dcp.boundary import tells_errors
+from dcp_checkfreq.dcp.name_lengths import check_step_lengths
+from dcp_checkfreq.dcp.unsettled import remember, sweep_up
 from dcp_checkfreq.errors import (
     PublishUnknown,
     SaveFailed,
@@ -41,30 +48,29 @@ from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.format.envelope import Envelopes
 from dcp_checkfreq.format.texts import plain
 from dcp_checkfreq.format.value_checks import ValueChecks
-from dcp_checkfreq.garbage import collector_held
-from dcp_checkfreq.publish.assemble import assemble
-from dcp_checkfreq.publish.attempt import SaveAttempt, new_attempt
-from dcp_checkfreq.publish.in_flight import InFlight, told
-from dcp_checkfreq.publish.phases import Phase
-from dcp_checkfreq.publish.publisher import publish
-from dcp_checkfreq.publish.standing import standing
-from dcp_checkfreq.publish.turn import Turn
-from dcp_checkfreq.publish.unsettled import remember, sweep_up
+from dcp_checkfreq.ranks.watchdog import Watchdog
 from dcp_checkfreq.recovery.files import is_published, named_in
+from dcp_checkfreq.runtime import version
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.runtime.crew import Crew
+from dcp_checkfreq.runtime.gc_paused import collector_held
+from dcp_checkfreq.runtime.gil_switch_interval import quick_switching
 from dcp_checkfreq.shards.assign import Placement
 from dcp_checkfreq.shards.codec import Item, finish_gpu_work, pieces
 from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve, value_of
-from dcp_checkfreq.snapshot.guard import Address, guard_of
+from dcp_checkfreq.snapshot.inventory import Survey
+from dcp_checkfreq.snapshot.optimizer_guard import Address, guard_of
 from dcp_checkfreq.snapshot.stager import Snapshot, Stager
-from dcp_checkfreq.snapshot.survey import Survey
-from dcp_checkfreq.staged_save import Place, StagedSave
-from dcp_checkfreq.storage.lengths import check_step_lengths
+from dcp_checkfreq.staging.staged_save import Place, StagedSave
+from dcp_checkfreq.staging.staged_tier import (
+    StagedTier,
+    StagingDir,
+    Upload,
+    staged_folder,
+)
+from dcp_checkfreq.storage.object_store.options import Options
 from dcp_checkfreq.storage.open import Location, can_open, open_tier
-from dcp_checkfreq.storage.remote_options import Options
-from dcp_checkfreq.storage.staged import StagedTier, StagingDir, Upload, staged_folder
 from dcp_checkfreq.storage.tier import StaleCredentials, Tier
-from dcp_checkfreq.switching import quick_switching
-from dcp_checkfreq.watchdog import Watchdog
 
 _log = logging.getLogger(__name__)
 

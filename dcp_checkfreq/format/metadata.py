@@ -20,30 +20,15 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorProperties
 from dcp_checkfreq.errors import BrokenMetadata, NewerFormat
 from dcp_checkfreq.format.build import lost_chunk, metadata_of
 from dcp_checkfreq.format.index import Record, RecordError, RecordTooNew, decode, encode
-from dcp_checkfreq.format.names import METADATA, is_file_name
+from dcp_checkfreq.format.names import is_file_name
 from dcp_checkfreq.format.opcodes import OddPickle
 from dcp_checkfreq.format.texts import shown
-from dcp_checkfreq.garbage import collector_held
-from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, OddFile, Tier, read_small
+from dcp_checkfreq.runtime.gc_paused import collector_held
 
 MAGIC = b"\x89dcpcf\r\n"
 TRAILER_BYTES = len(MAGIC) + 8 + 16
 ATTRIBUTE = "dcp_checkfreq"
 _FIELDS_OF_PROPERTIES = 5  # torch 2.15 writes a sixth, the strides: no torch before it reads that
-
-
-def content_of(folder: Tier, name: str = METADATA) -> bytes:
-    """Return the content of a folder's ``.metadata``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        BrokenMetadata: there is something else in its place: a folder, a fifo, an endless file.
-        OSError: of the storage.
-    """
-    try:
-        return read_small(folder, name, at_most_bytes=LARGEST_SMALL_FILE_BYTES)
-    except (OddFile, IsADirectoryError) as error:
-        raise BrokenMetadata(folder.location, f"{name}: {error.strerror or error}") from error
 
 
 def dump(metadata: Metadata, record: Record) -> bytes:

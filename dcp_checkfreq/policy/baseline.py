@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from dcp_checkfreq.policy.costs import MEDIAN_ERROR, spread_s, typical_s
-from dcp_checkfreq.policy.seen import IntervalSeen, Pace
+from dcp_checkfreq.policy.observation import IntervalSeen, Pace
 
 GAP_STEPS = 3  # a median of three survives one slow iteration
 _LONGEST_GAP_STEPS = 8

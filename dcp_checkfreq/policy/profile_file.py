@@ -5,7 +5,12 @@ from __future__ import annotations
 import logging
 
 from dcp_checkfreq.format.names import RUN_FOLDER, new_attempt, profile_file
-from dcp_checkfreq.policy.profile import LONGEST_TEXT, StoredProfile, decode, encode
+from dcp_checkfreq.policy.stored_profile import (
+    LONGEST_TEXT,
+    StoredProfile,
+    decode,
+    encode,
+)
 from dcp_checkfreq.storage.tier import Tier, read_small
 
 _log = logging.getLogger(__name__)

@@ -8,7 +8,12 @@ from dataclasses import dataclass
 
 from dcp_checkfreq.policy.baseline import Baseline
 from dcp_checkfreq.policy.interval import least_waste_interval_steps, steps_for
-from dcp_checkfreq.policy.judged import Judged, estimate, second, swings
+from dcp_checkfreq.policy.save_cost import (
+    Judged,
+    estimate,
+    second,
+    swings,
+)
 
 FEW = 3  # two of the last three saves must agree before the interval grows
 SOME = 5  # the last five saves must be done within an interval before it shrinks to that

@@ -11,7 +11,7 @@ from itertools import pairwise
 from dcp_checkfreq.policy.baseline import Baseline, baseline_error_s
 from dcp_checkfreq.policy.costs import MEDIAN_ERROR, Costs, spread_s
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.seen import SaveSeen, slow_down_s
+from dcp_checkfreq.policy.observation import SaveSeen, slow_down_s
 
 KEPT = 16  # saves whose cost is averaged while nothing changes
 _NEWEST = 3  # two of the last three saves show that something has changed

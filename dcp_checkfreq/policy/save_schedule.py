@@ -9,15 +9,20 @@ from typing import Protocol
 
 import torch
 
-from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.policy import tuner
 from dcp_checkfreq.policy.costs import Costs, profile_steps, typical_s, worst
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.profile import StoredProfile, fingerprint
-from dcp_checkfreq.policy.seen import Iteration, SaveSeen, summarise, worst_seen
+from dcp_checkfreq.policy.observation import (
+    Iteration,
+    SaveSeen,
+    summarise,
+    worst_seen,
+)
+from dcp_checkfreq.policy.profile_file import ProfileFiles
+from dcp_checkfreq.policy.save_record import Measured
+from dcp_checkfreq.policy.stored_profile import StoredProfile, fingerprint
 from dcp_checkfreq.policy.tuner import Decision, Tuning
-from dcp_checkfreq.recovery.profile_file import ProfileFiles
-from dcp_checkfreq.save_record import Measured
+from dcp_checkfreq.ranks.collectives import Agreement
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.policy.seen import Iteration
+from dcp_checkfreq.policy.observation import Iteration
+from dcp_checkfreq.runtime.clock import Clock
 
 _MOST_LAPS = 4096
 

@@ -32,15 +32,8 @@ from dcp_checkfreq.policy.interval import (
     stall_s,
     steps_for,
 )
-from dcp_checkfreq.policy.judged import (
-    KEPT,
-    Judged,
-    judge,
-    second,
-    warmer,
-    without_outdated,
-)
-from dcp_checkfreq.policy.needs import (
+from dcp_checkfreq.policy.observation import IntervalSeen, SaveSeen, cost_per_save_s
+from dcp_checkfreq.policy.required_interval import (
     CLEARLY,
     FEW,
     SOME,
@@ -50,7 +43,14 @@ from dcp_checkfreq.policy.needs import (
     needed_steps,
     needs_of,
 )
-from dcp_checkfreq.policy.seen import IntervalSeen, SaveSeen, cost_per_save_s
+from dcp_checkfreq.policy.save_cost import (
+    KEPT,
+    Judged,
+    judge,
+    second,
+    warmer,
+    without_outdated,
+)
 
 USUAL_BASE_STEPS = 10  # iterations of a profile of which that is not known
 _GAP_EVERY_SAVES = 8  # a baseline is renewed at least this often

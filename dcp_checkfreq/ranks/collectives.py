@@ -26,13 +26,19 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq import options
-from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import RankFailed, RankLost, SaveFailed, UnsupportedOption
 from dcp_checkfreq.format.torch_private import default_store
-from dcp_checkfreq.leaving import wait_for_all
-from dcp_checkfreq.rollcall import RollCall
-from dcp_checkfreq.told import Told, Wrap, as_ours, tell, text_of
-from dcp_checkfreq.watchdog import Watchdog
+from dcp_checkfreq.ranks.rollcall import RollCall
+from dcp_checkfreq.ranks.watchdog import Watchdog
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.runtime.process_end import wait_for_all
+from dcp_checkfreq.runtime.told import (
+    Told,
+    Wrap,
+    as_ours,
+    tell,
+    text_of,
+)
 
 T = TypeVar("T")
 V = TypeVar("V")

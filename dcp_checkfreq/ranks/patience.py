@@ -10,8 +10,8 @@ import logging
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from dcp_checkfreq.crew import Crew, Task
-from dcp_checkfreq.watchdog import Watchdog
+from dcp_checkfreq.ranks.watchdog import Watchdog
+from dcp_checkfreq.runtime.crew import Crew, Task
 
 _log = logging.getLogger(__name__)
 

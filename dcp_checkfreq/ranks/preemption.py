@@ -20,9 +20,9 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import Protocol
 
-from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.gate import Gate
-from dcp_checkfreq.signals import Signals
+from dcp_checkfreq.ranks.signal_handlers import Signals
+from dcp_checkfreq.ranks.step_gate import Gate
+from dcp_checkfreq.runtime.clock import Clock
 
 _log = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.runtime.clock import Clock
 from dcp_checkfreq.storage.tier import SLOWEST_BYTES_PER_S
 
 _log = logging.getLogger(__name__)

@@ -4,11 +4,25 @@ from __future__ import annotations
 
 from torch.distributed.checkpoint.metadata import Metadata
 
-from dcp_checkfreq.errors import LoadFailed
+from dcp_checkfreq.errors import BrokenMetadata, LoadFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.index import Record
 from dcp_checkfreq.format.names import METADATA
-from dcp_checkfreq.storage.tier import Tier
+from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, OddFile, Tier, read_small
+
+
+def content_of(folder: Tier, name: str = METADATA) -> bytes:
+    """Return the content of a folder's ``.metadata``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        BrokenMetadata: there is something else in its place: a folder, a fifo, an endless file.
+        OSError: of the storage.
+    """
+    try:
+        return read_small(folder, name, at_most_bytes=LARGEST_SMALL_FILE_BYTES)
+    except (OddFile, IsADirectoryError) as error:
+        raise BrokenMetadata(folder.location, f"{name}: {error.strerror or error}") from error
 
 
 def files_of(metadata: Metadata, record: Record | None) -> frozenset[str]:
@@ -43,7 +57,7 @@ def named_files(folder: Tier) -> frozenset[str] | None:
     None if it cannot be read: then nothing is known of the files, and none may go.
     """
     try:
-        content = metadata_format.content_of(folder)
+        content = content_of(folder)
     except FileNotFoundError:
         return frozenset()
     except LoadFailed:

@@ -13,9 +13,9 @@ import os
 import socket
 from dataclasses import asdict, dataclass
 
-from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.format.names import LEASE, RUN_FOLDER, new_attempt
 from dcp_checkfreq.format.texts import is_text
+from dcp_checkfreq.runtime.clock import Clock
 from dcp_checkfreq.storage.tier import OddFile, Tier, read_small
 
 _log = logging.getLogger(__name__)

@@ -6,11 +6,11 @@ import errno
 import logging
 from collections.abc import Collection
 
-from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.clock import Clock
 from dcp_checkfreq.errors import BadLocation, RootDiffers
 from dcp_checkfreq.format import names
-from dcp_checkfreq.storage.late import look_again
+from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.runtime.clock import Clock
+from dcp_checkfreq.storage.eventual import look_again
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)

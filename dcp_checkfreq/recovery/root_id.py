@@ -7,12 +7,25 @@ import re
 import uuid
 
 from dcp_checkfreq.format import names
-from dcp_checkfreq.storage.staging_area import read_root_id
-from dcp_checkfreq.storage.tier import Tier
+from dcp_checkfreq.storage.tier import OddFile, Tier, read_small
 
 _log = logging.getLogger(__name__)
 
+_LONGEST_ID_BYTES = 4096
 _ID = re.compile(r"[0-9a-f]{32}", re.ASCII)
+
+
+def read_root_id(folder: Tier) -> str | None:
+    """Return the root id in a folder; None if there is none, or something that can be none.
+
+    Raises:
+        OSError: of the storage.
+    """
+    try:
+        content = read_small(folder, names.ROOT_ID, at_most_bytes=_LONGEST_ID_BYTES)
+    except (FileNotFoundError, OddFile, IsADirectoryError):
+        return None
+    return content.decode(errors="replace")
 
 
 def id_of_root(root: Tier) -> str | None:

@@ -16,7 +16,7 @@ from dcp_checkfreq.errors import LeftBehind, LoadFailed, WriteFailed
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.format.index import Lineage
-from dcp_checkfreq.format.metadata import content_of
+from dcp_checkfreq.recovery.files import content_of
 from dcp_checkfreq.recovery.plan import StepRecord, left_by, record_of
 from dcp_checkfreq.recovery.root_id import id_of_root, make_root_id
 from dcp_checkfreq.recovery.scan import examine

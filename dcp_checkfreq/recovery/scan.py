@@ -15,6 +15,7 @@ from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.format.index import Record, digest_starts
+from dcp_checkfreq.recovery.files import content_of
 from dcp_checkfreq.recovery.plan import Ranking, Rejected, StepRecord, rank, step_record
 from dcp_checkfreq.shards.fetch import Fetcher, listed
 from dcp_checkfreq.shards.read_plan import Want
@@ -146,7 +147,7 @@ def newest_whole(
 def examine(folder: Tier, name: str, step: int) -> StepRecord:
     """Return the record of one step folder, as `scan` does. A missing folder is not published."""
     try:
-        content = metadata_format.content_of(folder)
+        content = content_of(folder)
     except FileNotFoundError:
         reason = "not published: there is no .metadata"
         return StepRecord(name=name, step=step, problem=reason, published=False)
@@ -212,7 +213,7 @@ def check_digests(
     """
     try:
         if content is None:
-            content = metadata_format.content_of(folder)
+            content = content_of(folder)
         metadata, record = metadata_format.load(content, folder.location)
         if record is None:
             return None

@@ -7,7 +7,7 @@ import os
 import threading
 from collections.abc import Iterator
 
-from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.runtime.clock import Clock
 
 _FIRST_PAUSE_S = 0.0005
 _LONGEST_PAUSE_S = 0.02

@@ -9,7 +9,7 @@ from __future__ import annotations
 import gc
 from contextlib import AbstractContextManager
 
-from dcp_checkfreq.holders import ProcessSetting
+from dcp_checkfreq.runtime.process_setting import ProcessSetting
 
 
 def collector_held() -> AbstractContextManager[None]:

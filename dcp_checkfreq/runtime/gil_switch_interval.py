@@ -10,7 +10,7 @@ from __future__ import annotations
 import sys
 from contextlib import AbstractContextManager
 
-from dcp_checkfreq.holders import ProcessSetting
+from dcp_checkfreq.runtime.process_setting import ProcessSetting
 
 INTERVAL_S = 0.0005
 _RESOLUTION_S = 1e-6

@@ -7,13 +7,13 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.errors import BrokenShard
 from dcp_checkfreq.format.digest import ALGORITHM, digest, first_bad_block
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.runtime.crew import Crew
 from dcp_checkfreq.shards.read_plan import Want, Window, windows
-from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, borrowed, huge_buffer
-from dcp_checkfreq.storage.late import look_again
+from dcp_checkfreq.storage.eventual import look_again
+from dcp_checkfreq.storage.local.huge_pages import BOUNCE_BYTES, borrowed, huge_buffer
 from dcp_checkfreq.storage.tier import RangeReader, Tier, reads_at_once
 
 T = TypeVar("T")

@@ -9,13 +9,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.crew import Crew, Task
-from dcp_checkfreq.patience import Asking
+from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.patience import Asking
+from dcp_checkfreq.runtime.crew import Crew, Task
 from dcp_checkfreq.shards.codec import bytes_of
 from dcp_checkfreq.shards.fetch import Taker
 from dcp_checkfreq.shards.read_plan import Want
-from dcp_checkfreq.shards.share_plan import Chunk, Range, range_of, rounds
+from dcp_checkfreq.shards.shared_read_plan import (
+    Chunk,
+    Range,
+    range_of,
+    rounds,
+)
 
 # What a rank holds at once of its own, twice, and of all others together.
 _CHUNK_BYTES, _ALL_CHUNKS_BYTES = 32 << 20, 256 << 20

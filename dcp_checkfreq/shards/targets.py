@@ -6,10 +6,10 @@ import threading
 
 import torch
 
+from dcp_checkfreq.shards.byte_spans import Span, strides_of
 from dcp_checkfreq.shards.codec import bytes_of
 from dcp_checkfreq.shards.read_plan import Want
-from dcp_checkfreq.shards.slices import Span, strides_of
-from dcp_checkfreq.storage.engines import copy_bytes
+from dcp_checkfreq.storage.local.direct_io import copy_bytes
 
 
 class TensorTarget:

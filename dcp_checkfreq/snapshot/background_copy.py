@@ -14,11 +14,11 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
-from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.errors import SnapshotFailed
 from dcp_checkfreq.format.torch_private import versions_of
-from dcp_checkfreq.snapshot.copies import Moved, copy_tensors
+from dcp_checkfreq.runtime.clock import Clock
+from dcp_checkfreq.runtime.crew import Crew
+from dcp_checkfreq.snapshot.memcpy import Moved, copy_tensors
 from dcp_checkfreq.snapshot.samples import Samples
 
 _log = logging.getLogger(__name__)

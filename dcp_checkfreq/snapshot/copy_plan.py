@@ -14,10 +14,10 @@ from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.shards.assign import next_place
 from dcp_checkfreq.shards.self_described import describes_itself, stand_in
-from dcp_checkfreq.snapshot.guard import Address
-from dcp_checkfreq.snapshot.lanes import Lane
+from dcp_checkfreq.snapshot.background_copy import Lane
+from dcp_checkfreq.snapshot.inventory import Inventory, Piece
+from dcp_checkfreq.snapshot.optimizer_guard import Address
 from dcp_checkfreq.snapshot.pool import Lease
-from dcp_checkfreq.snapshot.survey import Inventory, Piece
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from dcp_checkfreq.shards.boxes import check_as_stock_saves
 from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, memory_of
 from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.shards.self_described import describes_itself, description_of, memory_parts
-from dcp_checkfreq.snapshot.guard import Address, address_of
+from dcp_checkfreq.snapshot.optimizer_guard import Address, address_of
 
 Structure = list[tuple[object, ...]]
 _Mark = tuple[object, ...]

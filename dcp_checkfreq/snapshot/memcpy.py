@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import torch
 
-from dcp_checkfreq.crew import Crew
+from dcp_checkfreq.runtime.crew import Crew
 from dcp_checkfreq.snapshot import reads
 
 _THREADS = 2  # they saturate the memory bus of the machines tried; more take cores from training

@@ -12,9 +12,9 @@ import torch
 from torch.optim import Optimizer
 
 from dcp_checkfreq.errors import SnapshotFailed
-from dcp_checkfreq.held_optimizers import initialised_in
-from dcp_checkfreq.outcome import report
+from dcp_checkfreq.runtime.outcome import report
 from dcp_checkfreq.shards.codec import local_of
+from dcp_checkfreq.state.held_optimizers import initialised_in
 
 _log = logging.getLogger(__name__)
 

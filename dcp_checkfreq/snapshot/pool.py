@@ -18,9 +18,9 @@ from typing import Any, Protocol
 
 import torch
 
-from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import SnapshotFailed
-from dcp_checkfreq.storage.bounce import HUGE_PAGE_BYTES, huge_buffer
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.storage.local.huge_pages import HUGE_PAGE_BYTES, huge_buffer
 
 _log = logging.getLogger(__name__)
 _SLACK_BYTES = 64 << 20  # not worth a new allocation

@@ -14,16 +14,26 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_checkfreq.clock import Clock, SystemClock
 from dcp_checkfreq.errors import CheckFreqError, SnapshotFailed
-from dcp_checkfreq.garbage import collector_held
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.runtime.gc_paused import collector_held
 from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.shards.self_described import describes_itself, to_pickle
-from dcp_checkfreq.snapshot.guard import Address
-from dcp_checkfreq.snapshot.lanes import Copy, Lane, copy_at_once, start_overlapped
-from dcp_checkfreq.snapshot.places import Asked, CopyPlan, Kept, Leases
+from dcp_checkfreq.snapshot.background_copy import (
+    Copy,
+    Lane,
+    copy_at_once,
+    start_overlapped,
+)
+from dcp_checkfreq.snapshot.copy_plan import (
+    Asked,
+    CopyPlan,
+    Kept,
+    Leases,
+)
+from dcp_checkfreq.snapshot.inventory import Inventory, Survey
+from dcp_checkfreq.snapshot.optimizer_guard import Address
 from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool, device_pool
-from dcp_checkfreq.snapshot.survey import Inventory, Survey
 
 # Less than this is copied at once: a thread would cost more than it saves.
 OVERLAP_FROM_BYTES = 1 << 20

@@ -25,10 +25,11 @@ from collections.abc import Collection, Iterable, Mapping
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.data.flocks import HeldFile
 from dcp_checkfreq.format import names
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.recovery.root_id import read_root_id
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.runtime.flock import HeldFile
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.storage.tier import (
     LARGEST_SMALL_FILE_BYTES,
     Entry,
@@ -39,7 +40,6 @@ from dcp_checkfreq.storage.tier import (
 
 _log = logging.getLogger(__name__)
 
-_LONGEST_ID_BYTES = 4096
 _NOTE = ".up"
 # Left free for everybody else on the node's disk.
 _RESERVE_SHARE, _RESERVE_AT_MOST_BYTES = 0.05, 10 << 30
@@ -320,19 +320,6 @@ class StagingArea:
     def root_id(self) -> str | None:
         """Return which root this is the front of, if that was ever said."""
         return read_root_id(self.local)
-
-
-def read_root_id(folder: Tier) -> str | None:
-    """Return the root id in a folder; None if there is none, or something that can be none.
-
-    Raises:
-        OSError: of the storage.
-    """
-    try:
-        content = read_small(folder, names.ROOT_ID, at_most_bytes=_LONGEST_ID_BYTES)
-    except (FileNotFoundError, OddFile, IsADirectoryError):
-        return None
-    return content.decode(errors="replace")
 
 
 def _area(local: Tier, limit_bytes: int | None) -> StagingArea:

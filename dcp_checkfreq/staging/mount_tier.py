@@ -11,8 +11,8 @@ import errno
 import os
 from collections.abc import Iterable
 
-from dcp_checkfreq.storage.abilities import Abilities, abilities_of
-from dcp_checkfreq.storage.local import LocalTier, sync_file
+from dcp_checkfreq.storage.local.abilities import Abilities, abilities_of
+from dcp_checkfreq.storage.local.tier import LocalTier, sync_file
 
 
 class MountTier(LocalTier):

@@ -8,20 +8,20 @@ import threading
 from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
 
-from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.clock import Clock, SystemClock
+from dcp_checkfreq.commit.attempt import new_attempt
+from dcp_checkfreq.commit.publish import publish
 from dcp_checkfreq.errors import BadLocation, WriteFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
-from dcp_checkfreq.publish.attempt import new_attempt
-from dcp_checkfreq.publish.publisher import publish
+from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.recovery.root_check import is_read_only
 from dcp_checkfreq.recovery.root_id import id_of_root, make_root_id
 from dcp_checkfreq.recovery.scan import check_digests
-from dcp_checkfreq.recovery.unfinished import Unfinished, find_unfinished
-from dcp_checkfreq.root_check import is_read_only
-from dcp_checkfreq.storage.staged import StagedTier, Upload
-from dcp_checkfreq.storage.staging_area import LocalFolder
-from dcp_checkfreq.uploading import upload_and_publish
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.staging.local_disk import LocalFolder
+from dcp_checkfreq.staging.staged_tier import StagedTier, Upload
+from dcp_checkfreq.staging.unfinished import Unfinished, find_unfinished
+from dcp_checkfreq.staging.upload import upload_and_publish
 
 _log = logging.getLogger(__name__)
 

@@ -7,7 +7,7 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import Enum
 
-from dcp_checkfreq.storage.staged import StagedTier, Upload
+from dcp_checkfreq.staging.staged_tier import StagedTier, Upload
 
 _log = logging.getLogger(__name__)
 

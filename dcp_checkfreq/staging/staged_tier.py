@@ -16,12 +16,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import xxhash
 
-from dcp_checkfreq.crew import Crew
 from dcp_checkfreq.format import names
-from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, huge_buffer
-from dcp_checkfreq.storage.local import LocalTier
-from dcp_checkfreq.storage.mount import MountTier
-from dcp_checkfreq.storage.staging_area import StagingArea, note_of
+from dcp_checkfreq.runtime.crew import Crew
+from dcp_checkfreq.staging.local_disk import StagingArea, note_of
+from dcp_checkfreq.staging.mount_tier import MountTier
+from dcp_checkfreq.storage.forwarding import NotedTier
+from dcp_checkfreq.storage.local.huge_pages import BOUNCE_BYTES, huge_buffer
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.storage.tier import (
     SLOWEST_BYTES_PER_S,
     Entry,
@@ -351,3 +352,15 @@ def _key_of(location: str) -> str:
     location = location.rstrip("/")
     readable = re.sub(r"[^A-Za-z0-9._-]+", "-", location.rpartition("/")[2])[:40].strip(".-")
     return f"{readable or 'root'}-{xxhash.xxh3_64(location.encode()).hexdigest()}"
+
+
+def noted(root: Tier, moved: Callable[[], None]) -> Tier:
+    """Return a root that says of every call that it has come back; of a staged one, the slow side.
+
+    Args:
+        root: carries the calls out.
+        moved: see `NotedTier`.
+    """
+    if isinstance(root, StagedTier):
+        return StagedTier(NotedTier(root.slow, moved), root.area)
+    return NotedTier(root, moved)

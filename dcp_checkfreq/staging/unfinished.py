@@ -16,7 +16,7 @@ from dcp_checkfreq.format import names
 from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.format.index import Record
 from dcp_checkfreq.recovery.plan import StepRecord, step_record
-from dcp_checkfreq.storage.staging_area import LocalFolder
+from dcp_checkfreq.staging.local_disk import LocalFolder
 from dcp_checkfreq.storage.tier import Tier
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from dcp_checkfreq.agreement import Agreement
 from dcp_checkfreq.errors import CheckFreqError, WriteFailed
-from dcp_checkfreq.storage.staged import Upload
+from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.staging.staged_tier import Upload
 
 # Nobody waits in a collective for an upload: it may be still for longer than ranks wait for others.
 _GIVE_UP_AFTER_S = 600.0

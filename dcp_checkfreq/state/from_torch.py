@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
-from dcp_checkfreq.held_optimizers import initialised_in
+from dcp_checkfreq.state.held_optimizers import initialised_in
 
 _STATE = "state"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypeVar
 
-from dcp_checkfreq.clock import Clock
+from dcp_checkfreq.runtime.clock import Clock
 from dcp_checkfreq.storage.tier import Tier
 
 T = TypeVar("T")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from typing import Any, Literal, TypeVar
 
-from dcp_checkfreq.storage.staged import StagedTier
 from dcp_checkfreq.storage.tier import Entry, RangeReader, Reservation, Tier, read_small
 
 Verb = Literal[
@@ -180,15 +179,3 @@ class NotedTier(ForwardingTier):
         result = call()
         self._moved()
         return result
-
-
-def noted(root: Tier, moved: Callable[[], None]) -> Tier:
-    """Return a root that says of every call that it has come back; of a staged one, the slow side.
-
-    Args:
-        root: carries the calls out.
-        moved: see `NotedTier`.
-    """
-    if isinstance(root, StagedTier):
-        return StagedTier(NotedTier(root.slow, moved), root.area)
-    return NotedTier(root, moved)

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from dcp_checkfreq.errors import BadLocation
-from dcp_checkfreq.storage.local import LocalTier
-from dcp_checkfreq.storage.remote import RemoteTier
+from dcp_checkfreq.storage.local.tier import LocalTier
+from dcp_checkfreq.storage.object_store.tier import RemoteTier
 from dcp_checkfreq.storage.tier import Tier
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.\-]*)://(.*)", re.DOTALL)

@@ -1,4 +1,9 @@
-"""Public test tools: tiers that crash, fail or wait on demand, a hand-set clock, a tier suite."""
+"""Public test tools for whoever writes a tier, or tests a training script.
+
+`memory_tier` keeps files in memory, `crash_tier` loses power, `faulty_tier` fails or waits on
+demand, `forwarding_tier` hands every call on. `clock` is set by hand, `disk_calls` stops before
+any call to a disk, `tier_suite` is what every tier has to pass.
+"""
 
 from dcp_checkfreq.testing.clock import ManualClock
 from dcp_checkfreq.testing.crash_tier import CrashTier, PowerLoss

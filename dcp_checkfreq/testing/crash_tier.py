@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Literal, TypeAlias
 
-from dcp_checkfreq.clock import Clock, SystemClock
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
 from dcp_checkfreq.storage.tier import Entry, ReservationRevoked, ScratchReservation
 from dcp_checkfreq.testing.memory_tier import MemoryReader, MemoryTier, check_name
 

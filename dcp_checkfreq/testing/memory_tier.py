@@ -6,7 +6,7 @@ import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from dcp_checkfreq.clock import Clock, SystemClock
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
 from dcp_checkfreq.storage.tier import Entry, ReservationRevoked, ScratchReservation
 
 Path = tuple[str, ...]

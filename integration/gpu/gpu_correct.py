@@ -24,7 +24,7 @@ from gpu_site import (
 from dcp_checkfreq import SaveFailed, SnapshotFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.index import digest_starts
-from dcp_checkfreq.snapshot.guard import Guard
+from dcp_checkfreq.snapshot.optimizer_guard import Guard
 from dcp_checkfreq.snapshot.stager import Stager
 
 

@@ -23,9 +23,9 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.checkpoint.staging import DefaultStager
 
 from dcp_checkfreq import Checkpointer
-from dcp_checkfreq.snapshot.guard import Guard
+from dcp_checkfreq.snapshot.optimizer_guard import Guard
 from dcp_checkfreq.snapshot.stager import Stager
-from dcp_checkfreq.storage.bounce import address_of, huge_buffer
+from dcp_checkfreq.storage.local.huge_pages import address_of, huge_buffer
 
 GIB = 1 << 30
 IN_MEMORY = Path("/dev/shm")

@@ -14,8 +14,8 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, find_latest_valid
-from dcp_checkfreq.publish import unsettled
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.dcp import unsettled
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import at_disk_call
 
 HERE = Path(__file__).parent

@@ -14,7 +14,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_checkfreq import CheckFreqReader, Checkpointer, find_latest_valid
 from dcp_checkfreq.errors import BadLocation, SaveFailed
-from dcp_checkfreq.storage import abilities
+from dcp_checkfreq.storage.local import abilities
 
 sys.path.insert(0, str(Path(__file__).parent))
 

@@ -17,11 +17,11 @@ from dcp_checkfreq import (
     find_latest_valid,
 )
 from dcp_checkfreq.errors import BadLocation, PublishUnknown, WriteFailed
+from dcp_checkfreq.storage.object_store.fsspec_files import FsspecFiles
+from dcp_checkfreq.storage.object_store.options import Options
+from dcp_checkfreq.storage.object_store.s3_files import S3Files
+from dcp_checkfreq.storage.object_store.tier import RemoteTier
 from dcp_checkfreq.storage.open import open_tier
-from dcp_checkfreq.storage.remote import RemoteTier
-from dcp_checkfreq.storage.remote_files import FsspecFiles
-from dcp_checkfreq.storage.remote_options import Options
-from dcp_checkfreq.storage.remote_s3 import S3Files
 
 pytestmark = pytest.mark.slow
 

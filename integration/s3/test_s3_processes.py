@@ -14,8 +14,8 @@ from servers import BUCKET, KEY, SECRET, Break
 from torch.utils.data import DataLoader, Dataset
 
 from dcp_checkfreq import Checkpointer
-from dcp_checkfreq.clock import SystemClock
 from dcp_checkfreq.recovery.clean import clean_root
+from dcp_checkfreq.runtime.clock import SystemClock
 from dcp_checkfreq.storage.open import open_tier
 from dcp_checkfreq.testing import ManualClock
 

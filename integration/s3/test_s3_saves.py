@@ -19,9 +19,9 @@ from dcp_checkfreq import (
     LeftBehind,
     find_latest_valid,
 )
+from dcp_checkfreq.storage.object_store.fsspec_files import FsspecFiles
+from dcp_checkfreq.storage.object_store.options import Options
 from dcp_checkfreq.storage.open import open_tier
-from dcp_checkfreq.storage.remote_files import FsspecFiles
-from dcp_checkfreq.storage.remote_options import Options
 
 pytestmark = pytest.mark.slow
 
@@ -92,7 +92,7 @@ def test_a_small_shard_is_one_put(proxy, root):
 
 @pytest.mark.parametrize("move_with", ["auto", "s3fs"])
 def test_what_was_saved_is_loaded_by_us_and_by_stock(weed, root, move_with, monkeypatch):
-    from dcp_checkfreq.storage.remote_s3 import S3Files
+    from dcp_checkfreq.storage.object_store.s3_files import S3Files
 
     monkeypatch.setattr(S3Files, "move_with", move_with)
     state = state_of()
@@ -147,7 +147,7 @@ def test_what_another_client_did_meanwhile_is_seen_at_once(weed, root, boto, thr
 
 @pytest.mark.parametrize("move_with", ["auto", "s3fs"])
 def test_an_upload_holds_no_more_parts_than_it_says(proxy, root, move_with, monkeypatch):
-    from dcp_checkfreq.storage.remote_s3 import S3Files
+    from dcp_checkfreq.storage.object_store.s3_files import S3Files
 
     monkeypatch.setattr(S3Files, "move_with", move_with)
     # slower than the pieces come, so that as many wait as may

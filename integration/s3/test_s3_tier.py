@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 from servers import BUCKET
 
-from dcp_checkfreq.storage.remote import RemoteTier
-from dcp_checkfreq.storage.remote_files import FsspecFiles
-from dcp_checkfreq.storage.remote_options import Options
+from dcp_checkfreq.storage.object_store.fsspec_files import FsspecFiles
+from dcp_checkfreq.storage.object_store.options import Options
+from dcp_checkfreq.storage.object_store.tier import RemoteTier
 from dcp_checkfreq.testing import TierSuite
 
 pytestmark = pytest.mark.slow
@@ -21,7 +21,7 @@ class _OnS3(TierSuite):
     @pytest.fixture(autouse=True)
     def _on(self, weed, root, boto, uploads, monkeypatch):
         self.url, self.options, self.boto, self.uploads = root, weed.options, boto, uploads
-        from dcp_checkfreq.storage.remote_s3 import S3Files
+        from dcp_checkfreq.storage.object_store.s3_files import S3Files
 
         monkeypatch.setattr(S3Files, "move_with", self.move_with)
         yield

@@ -82,7 +82,7 @@ def _save_ours(state: State, place: Place, ranks: Ranks) -> None:
 
 
 def _save_ours_s3fs(state: State, place: Place, ranks: Ranks) -> None:
-    from dcp_checkfreq.storage.remote_s3 import S3Files
+    from dcp_checkfreq.storage.object_store.s3_files import S3Files
 
     S3Files.move_with = "s3fs"
     try:
@@ -181,7 +181,7 @@ def _load_ours(state: State, place: Place, ranks: Ranks) -> Counts:
 
 
 def _load_ours_s3fs(state: State, place: Place, ranks: Ranks) -> Counts:
-    from dcp_checkfreq.storage.remote_s3 import S3Files
+    from dcp_checkfreq.storage.object_store.s3_files import S3Files
 
     S3Files.move_with = "s3fs"
     try:

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from dcp_checkfreq.data import ResumableLoader
-from dcp_checkfreq.data.order import order
+from dcp_checkfreq.data.order.permutation import order
 from torch.utils.data import DataLoader
 
 from data_sets import Numbers

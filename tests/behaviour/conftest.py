@@ -1,7 +1,7 @@
 import pytest
 from torch.distributed.checkpoint.planner import SavePlanner
 
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import MemoryTier
 
 _STOCK_CACHES = (

@@ -11,7 +11,7 @@ from dcp_checkfreq import Checkpointer, SaveFailed, find_latest_valid
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.recovery.clean import clean_root
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier, ManualClock, MemoryTier
 
 MUCH_LATER_S = 1e9  # after the end of the last clock in use

@@ -28,7 +28,7 @@ from dcp_checkfreq import (
     WriteFailed,
     find_latest_valid,
 )
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import (
     Fault,
     FaultyTier,

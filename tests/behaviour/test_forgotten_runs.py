@@ -20,7 +20,7 @@ from dcp_checkfreq import (
 from dcp_checkfreq.format.names import step_folder
 from dcp_checkfreq.recovery.plan import begin_history
 from dcp_checkfreq.recovery.scan import scan
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import GatedTier
 
 

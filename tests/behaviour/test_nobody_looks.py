@@ -37,7 +37,7 @@ def test_a_script_that_never_closes_does_not_end_in_silence(tmp_path):
         import warnings; warnings.simplefilter("ignore")
         import torch
         from dcp_checkfreq import Checkpointer
-        from dcp_checkfreq.storage.local import LocalTier
+        from dcp_checkfreq.storage.local.tier import LocalTier
         from dcp_checkfreq.testing import Fault, FaultyTier
         tier = FaultyTier(LocalTier({str(tmp_path)!r}), [Fault(verb="write_shard", error=28)])
         Checkpointer(tier, {{"w": torch.ones(2)}}, every=1).after_step()

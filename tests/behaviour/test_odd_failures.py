@@ -10,10 +10,10 @@ import pytest
 from checkpointer_tools import counter, failing, steps_on
 
 from dcp_checkfreq import Checkpointer, SaveFailed, TooManyFailures, find_latest_valid
-from dcp_checkfreq.outcome import outcome_of, report
-from dcp_checkfreq.planner import CheckFreqSavePlanner
+from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner
+from dcp_checkfreq.dcp.writer import CheckFreqWriter
+from dcp_checkfreq.runtime.outcome import outcome_of, report
 from dcp_checkfreq.testing import ForwardingTier, MemoryTier
-from dcp_checkfreq.writer import CheckFreqWriter
 
 
 class Odd(Exception):
@@ -97,7 +97,7 @@ def test_a_log_handler_that_raises_keeps_nobody_from_stopping(capfd, fails):
     ckpt = Checkpointer(failing(root, times=9) if fails else root, counter(), every=10_000)
     ckpt.after_step()
     ckpt.preempt()
-    log, breaks = logging.getLogger("dcp_checkfreq.stopping"), Breaks()
+    log, breaks = logging.getLogger("dcp_checkfreq.checkpointer.stopping"), Breaks()
     log.addHandler(breaks)
     try:
         with pytest.raises(SystemExit) as stopped:
@@ -115,7 +115,7 @@ def test_a_log_handler_that_raises_while_cleaning_up_stops_nothing(handler, monk
     def published(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("dcp_checkfreq.own_steps.OwnSteps.published", published)
+    monkeypatch.setattr("dcp_checkfreq.checkpointer.run_history.OwnSteps.published", published)
     breaks = handler(ConnectionError("log server"))
     with Checkpointer(MemoryTier(), counter(), every=1) as ckpt:
         ckpt.after_step()

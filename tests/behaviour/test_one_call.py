@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from dcp_checkfreq import CheckFreqError, Checkpointer, SaveFailed
-from dcp_checkfreq.one_call import OneCall, one_at_a_time
+from dcp_checkfreq.runtime.one_call import OneCall, one_at_a_time
 
 CALLS = ["save", "restore", "after_step", "close", "wait"]
 

@@ -434,7 +434,9 @@ def test_a_copy_that_fails_is_told_at_the_next_update_and_reported_as_not_saved(
         ckpt.after_step()
         caplog.clear()
         recipe.iterate()
-        at_the_update = [r for r in caplog.records if r.name == "dcp_checkfreq.snapshot.guard"]
+        at_the_update = [
+            r for r in caplog.records if r.name == "dcp_checkfreq.snapshot.optimizer_guard"
+        ]
         assert len(at_the_update) == 1
         assert "will not be saved: no snapshot was taken" in at_the_update[0].getMessage()
         ckpt.wait()

@@ -13,9 +13,9 @@ import time
 import pytest
 import torch.distributed as dist
 
-from dcp_checkfreq.clock import SystemClock
-from dcp_checkfreq.gate import Gate
-from dcp_checkfreq.preemption import PreemptionWatch
+from dcp_checkfreq.ranks.preemption import PreemptionWatch
+from dcp_checkfreq.ranks.step_gate import Gate
+from dcp_checkfreq.runtime.clock import SystemClock
 from dcp_checkfreq.testing import ManualClock
 
 POLL_S = 0.01
@@ -264,9 +264,9 @@ def test_several_ranks_without_a_store_are_refused():
 PROLOGUE = """
 import logging, os, signal, sys, threading, time
 import torch.distributed as dist
-from dcp_checkfreq.clock import SystemClock
-from dcp_checkfreq.gate import Gate
-from dcp_checkfreq.preemption import PreemptionWatch
+from dcp_checkfreq.runtime.clock import SystemClock
+from dcp_checkfreq.ranks.step_gate import Gate
+from dcp_checkfreq.ranks.preemption import PreemptionWatch
 
 logging.basicConfig(stream=sys.stdout)
 watch = PreemptionWatch(Gate(), clock=SystemClock(), grace_s=0.3, poll_s=0.01)

@@ -16,7 +16,7 @@ HEAD = """
 import concurrent.futures.thread as executors, errno, logging, os, signal, sys, threading, time
 import torch, torch.distributed.checkpoint as dcp
 from dcp_checkfreq import Checkpointer, CheckFreqWriter
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier
 logging.basicConfig(level=logging.WARNING)
 torch.set_num_threads(1)
@@ -88,7 +88,7 @@ WAYS = {
 FAILING = ["last line", "dropped", "async_save"]
 FAILS = "Held.error = errno.EDQUOT\n"
 WITHOUT_HOOK = """
-import dcp_checkfreq.leaving as leaving
+import dcp_checkfreq.runtime.process_end as leaving
 del leaving.threading._register_atexit
 threading._register_atexit = __import__("atexit").register
 ckpt = live()

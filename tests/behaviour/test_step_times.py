@@ -5,7 +5,7 @@ import threading
 import pytest
 
 from dcp_checkfreq import Checkpointer
-from dcp_checkfreq.step_times import StepTimes
+from dcp_checkfreq.policy.step_timer import StepTimes
 from dcp_checkfreq.testing import ForwardingTier, ManualClock, MemoryTier
 
 

@@ -20,11 +20,10 @@ from dcp_checkfreq import (
     RecoveryFailed,
     SaveFailed,
     find_latest_valid,
-    patience,
-    uploading,
-    watchdog,
 )
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.ranks import patience, watchdog
+from dcp_checkfreq.staging import upload
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier
 
 sys.path.append(str(Path(__file__).parent.parent / "storage"))
@@ -253,7 +252,7 @@ def test_what_is_merely_slow_is_never_cut(tmp_path):
 
 
 def test_an_upload_that_comes_to_a_stand_fails_and_a_slow_one_does_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(uploading, "_GIVE_UP_AFTER_S", TIMEOUT_S)
+    monkeypatch.setattr(upload, "_GIVE_UP_AFTER_S", TIMEOUT_S)
     big = {"x": torch.ones(3 << 20)}  # more than one piece
     tier = Slow(LocalTier(tmp_path / "root"))
     gate = Gate(tier)
@@ -273,7 +272,7 @@ def test_an_upload_that_comes_to_a_stand_fails_and_a_slow_one_does_not(tmp_path,
 SCRIPT = """
 import sys, torch
 from dcp_checkfreq import Checkpointer, patience, watchdog
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import GatedTier
 watchdog._POLL_S, patience._POLL_S = 0.1, 0.05
 tier = GatedTier(LocalTier(sys.argv[1]), timeout_s=600)
@@ -285,7 +284,7 @@ PLAIN = """
 import sys, torch, torch.distributed.checkpoint as dcp
 from dcp_checkfreq import CheckFreqWriter
 from dcp_checkfreq.publish import in_flight
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import GatedTier
 in_flight.GIVE_UP_AFTER_S = 0.5
 tier = GatedTier(LocalTier(sys.argv[1] + "/step_00000001"), verbs=[VERB], timeout_s=600)

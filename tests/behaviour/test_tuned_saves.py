@@ -10,7 +10,7 @@ from checkpointer_tools import failing
 from torch import nn
 
 from dcp_checkfreq import Checkpointer, find_latest_valid
-from dcp_checkfreq.policy.profile import decode
+from dcp_checkfreq.policy.stored_profile import decode
 from dcp_checkfreq.testing import ForwardingTier, ManualClock, MemoryTier
 
 PERSIST_S = 8.0

@@ -11,8 +11,8 @@ import os
 from killed import serve
 from staged_runs import train_in_one_thread as train
 
-from dcp_checkfreq.storage import staged
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.staging import staged_tier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier, at_disk_call
 
 
@@ -41,5 +41,5 @@ class DiesInUpload(ForwardingTier):
 
 
 if __name__ == "__main__":
-    staged.BOUNCE_BYTES = 1000  # several pieces a file
+    staged_tier.BOUNCE_BYTES = 1000  # several pieces a file
     serve(run_and_die)

@@ -7,7 +7,7 @@ import pytest
 from crash_saves import load, newest, same_values, save, state_of
 from killed import KILLED, killer
 
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 
 pytestmark = pytest.mark.crash
 

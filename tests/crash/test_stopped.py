@@ -12,7 +12,7 @@ import torch.distributed.checkpoint as dcp
 
 from dcp_checkfreq import CheckFreqReader, find_latest_valid
 from dcp_checkfreq.recovery.clean import clean_root
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 
 pytestmark = pytest.mark.crash
 

@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, IterableDataset
 
 from dcp_checkfreq import Checkpointer
 from dcp_checkfreq.data import DataStateError, ResumableLoader, sample_rng
-from dcp_checkfreq.data.order import order
+from dcp_checkfreq.data.order.permutation import order
 
 
 def loader_of(length=50, batch_size=4, dataset=None, **options):

@@ -5,8 +5,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_checkfreq.data import order as order_module
-from dcp_checkfreq.data.order import ORDER_VERSION, Ahead, derive, order
+from dcp_checkfreq.data.order import permutation as order_module
+from dcp_checkfreq.data.order.permutation import (
+    ORDER_VERSION,
+    Ahead,
+    derive,
+    order,
+)
 
 LARGE = 1 << 16  # up to here the order is a sort, above it a Feistel network
 SEEDS = st.integers(0, (1 << 64) - 1)

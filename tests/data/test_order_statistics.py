@@ -11,8 +11,8 @@ import math
 import numpy as np
 import pytest
 
-from dcp_checkfreq.data import order as order_module
-from dcp_checkfreq.data.order import _Feistel, derive, order
+from dcp_checkfreq.data.order import permutation as order_module
+from dcp_checkfreq.data.order.permutation import _Feistel, derive, order
 
 pytestmark = pytest.mark.slow
 

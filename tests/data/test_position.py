@@ -10,7 +10,7 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dcp_checkfreq.data.position import (
+from dcp_checkfreq.data.order.position import (
     Deal,
     Fingerprint,
     Last,

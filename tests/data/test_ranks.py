@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from dcp_checkfreq.data import ResumableBatchSampler, ResumableLoader
-from dcp_checkfreq.data.ranks import Place, resolve
+from dcp_checkfreq.data.order.ranks import Place, resolve
 
 
 @pytest.fixture

@@ -9,10 +9,10 @@ import time
 
 import fsspec
 
-from dcp_checkfreq.clock import SystemClock
-from dcp_checkfreq.data.books import locked_books
-from dcp_checkfreq.data.cache import _boot
-from dcp_checkfreq.data.eviction import charge_bytes
+from dcp_checkfreq.data.cache.byte_count import locked_books
+from dcp_checkfreq.data.cache.eviction import charge_bytes
+from dcp_checkfreq.data.cache.file_cache import _boot
+from dcp_checkfreq.runtime.clock import SystemClock
 
 HERE = pathlib.Path(__file__).parent
 

@@ -5,9 +5,9 @@ import pathlib
 import signal
 import sys
 
-from dcp_checkfreq.clock import SystemClock
-from dcp_checkfreq.data.books import locked_books
-from dcp_checkfreq.data.cache import _boot
+from dcp_checkfreq.data.cache.byte_count import locked_books
+from dcp_checkfreq.data.cache.file_cache import _boot
+from dcp_checkfreq.runtime.clock import SystemClock
 
 root = pathlib.Path(sys.argv[1])
 with locked_books(str(root / "books"), _boot(), SystemClock(), 10.0) as books:

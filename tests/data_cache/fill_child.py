@@ -4,9 +4,9 @@ import os
 import signal
 import sys
 
-from dcp_checkfreq.clock import SystemClock
-from dcp_checkfreq.data.cache import _boot
-from dcp_checkfreq.data.shelf import Shelf
+from dcp_checkfreq.data.cache.file_cache import _boot
+from dcp_checkfreq.data.cache.folder import Shelf
+from dcp_checkfreq.runtime.clock import SystemClock
 
 root, max_bytes, name, size_bytes = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
 shelf = Shelf(root, max_bytes, evicts=True, low=0.9, clock=SystemClock(), boot=_boot())

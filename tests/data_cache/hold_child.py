@@ -4,7 +4,7 @@ import os
 import signal
 import sys
 
-from dcp_checkfreq.data.flocks import HeldFile
+from dcp_checkfreq.runtime.flock import HeldFile
 
 file = HeldFile(sys.argv[1], os.O_RDWR)
 assert file.try_lock(shared=False)

@@ -12,7 +12,7 @@ import time
 
 import cache_tools  # noqa: F401  the slow volume
 
-from dcp_checkfreq.data.cache import FileCache
+from dcp_checkfreq.data.cache.file_cache import FileCache
 
 root, max_bytes, policy, seed, folder = sys.argv[1:6]
 sources = sorted(str(path) for path in (pathlib.Path(folder) / "slow").glob("*.bin"))

@@ -2,7 +2,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_checkfreq.data.books import decode, encode, locked_books, peek
+from dcp_checkfreq.data.cache.byte_count import (
+    decode,
+    encode,
+    locked_books,
+    peek,
+)
 from dcp_checkfreq.testing import ManualClock
 
 BOOTS = st.text("0123456789abcdef-", min_size=2)

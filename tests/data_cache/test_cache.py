@@ -12,8 +12,8 @@ import threading
 import pytest
 from cache_tools import content_of, look, make_sources, partials_in, whole_in
 
-from dcp_checkfreq.data.cache import FileCache
-from dcp_checkfreq.data.cache_stats import CacheStats, Fallback
+from dcp_checkfreq.data.cache.file_cache import FileCache
+from dcp_checkfreq.data.cache.stats import CacheStats, Fallback
 from dcp_checkfreq.errors import BadLocation
 
 KIB = 1024

@@ -7,7 +7,7 @@ import time
 import pytest
 from cache_tools import content_of, look, make_sources, partials_in, start_child, whole_in
 
-from dcp_checkfreq.data.cache import FileCache
+from dcp_checkfreq.data.cache.file_cache import FileCache
 
 MAX_BYTES = 2_000_000
 

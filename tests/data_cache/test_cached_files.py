@@ -9,9 +9,9 @@ import pytest
 from cache_tools import content_of, look, make_sources, whole_in
 from torch.utils.data import DataLoader
 
-from dcp_checkfreq.data.cache import FileCache
-from dcp_checkfreq.data.cache_stats import Fallback
-from dcp_checkfreq.data.cached_files import CachedFiles
+from dcp_checkfreq.data.cache.dataset import CachedFiles
+from dcp_checkfreq.data.cache.file_cache import FileCache
+from dcp_checkfreq.data.cache.stats import Fallback
 
 KIB = 1024
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_checkfreq.data.eviction import (
+from dcp_checkfreq.data.cache.eviction import (
     BLOCK_BYTES,
     Entry,
     bytes_to_free,

@@ -7,8 +7,8 @@ import threading
 import pytest
 from cache_tools import start_child
 
-from dcp_checkfreq.clock import SystemClock
-from dcp_checkfreq.data.flocks import HeldFile, flock_works
+from dcp_checkfreq.runtime.clock import SystemClock
+from dcp_checkfreq.runtime.flock import HeldFile, flock_works
 from dcp_checkfreq.testing import ManualClock
 
 

@@ -9,9 +9,9 @@ import threading
 import pytest
 from cache_tools import look, partials_in, start_child, whole_in
 
-from dcp_checkfreq.clock import SystemClock
-from dcp_checkfreq.data.cache import _boot
-from dcp_checkfreq.data.shelf import Shelf
+from dcp_checkfreq.data.cache.file_cache import _boot
+from dcp_checkfreq.data.cache.folder import Shelf
+from dcp_checkfreq.runtime.clock import SystemClock
 from dcp_checkfreq.testing import ManualClock
 
 KIB = 1024

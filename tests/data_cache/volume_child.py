@@ -10,7 +10,7 @@ import pathlib
 import subprocess
 import sys
 
-from dcp_checkfreq.data.cache import FileCache
+from dcp_checkfreq.data.cache.file_cache import FileCache
 
 mount, policy, sources = sys.argv[1], sys.argv[2], sys.argv[3:]
 warned = []

@@ -25,7 +25,7 @@ from nvidia.dali import fn, pipeline_def
 
 from dcp_checkfreq import Checkpointer
 from dcp_checkfreq.data import DataStateError, ResumableDALILoader
-from dcp_checkfreq.data.order import order
+from dcp_checkfreq.data.order.permutation import order
 
 
 def position(loader):

@@ -8,7 +8,7 @@ from dali_tools import OUTPUTS, build, loader_of, take
 from nvidia.dali import fn, pipeline_def
 
 from dcp_checkfreq.data import ResumableDALILoader, ResumableDALIReader
-from dcp_checkfreq.data.dali_graph import operators_of
+from dcp_checkfreq.data.dali.graph import operators_of
 
 IN_STEP = {"pad_last_batch": True, "random_shuffle": True, "initial_fill": 16, "seed": 5}
 

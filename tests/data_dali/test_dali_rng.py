@@ -9,7 +9,7 @@ from nvidia.dali import fn, pipeline_def
 
 from dcp_checkfreq import Checkpointer, PerRank
 from dcp_checkfreq.data import DataStateError
-from dcp_checkfreq.data.order import order
+from dcp_checkfreq.data.order.permutation import order
 
 
 def build_random(seed=11, graph="", **ours):

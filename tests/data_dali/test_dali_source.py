@@ -5,8 +5,8 @@ import os
 import numpy as np
 from dali_tools import loader_of, take
 
-from dcp_checkfreq.data.dali_source import names_id, uniforms
-from dcp_checkfreq.data.order import SAMPLE_STREAM, derive
+from dcp_checkfreq.data.dali.source import names_id, uniforms
+from dcp_checkfreq.data.order.permutation import SAMPLE_STREAM, derive
 
 
 def test_random_numbers_are_pinned():

@@ -3,7 +3,7 @@
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from dcp_checkfreq.data.parquet import ResumableParquetLoader
+from dcp_checkfreq.data.loaders.parquet import ResumableParquetLoader
 
 
 def table_of(ids):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_checkfreq.data.lanes import LaneOrder
-from dcp_checkfreq.data.position import Deal, Position
+from dcp_checkfreq.data.order.interleave import LaneOrder
+from dcp_checkfreq.data.order.position import Deal, Position
 
 
 def items_at(lanes, positions):

@@ -20,7 +20,7 @@ from parquet_tools import Job, flat, table_of, write_files
 
 from dcp_checkfreq import Checkpointer
 from dcp_checkfreq.data import DataStateError, sample_rng
-from dcp_checkfreq.data.parquet import ParquetSource, ResumableParquetLoader, as_tensors
+from dcp_checkfreq.data.loaders.parquet import ParquetSource, ResumableParquetLoader, as_tensors
 
 FILES = [[7, 30, 1], [20, 20, 20, 5], [64], [0, 9]]
 ROWS = 176

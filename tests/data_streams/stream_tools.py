@@ -6,9 +6,9 @@ import tarfile
 
 import numpy as np
 
-from dcp_checkfreq.data.shard_readers import JsonLinesReader, NpyReader
-from dcp_checkfreq.data.streams import ResumableStreamLoader
-from dcp_checkfreq.data.tar_reader import TarReader
+from dcp_checkfreq.data.loaders.shards import ResumableStreamLoader
+from dcp_checkfreq.data.sources.shard_readers import JsonLinesReader, NpyReader
+from dcp_checkfreq.data.sources.tar_reader import TarReader
 
 
 def jsonl_bytes(ids):

@@ -16,7 +16,7 @@ from dcp_checkfreq.data import (
     ShardSource,
     TarReader,
 )
-from dcp_checkfreq.data.shard_readers import MARK_EVERY
+from dcp_checkfreq.data.sources.shard_readers import MARK_EVERY
 
 
 def packed(*members, format=tarfile.PAX_FORMAT):

@@ -9,13 +9,9 @@ import numpy as np
 import pytest
 from stream_tools import LAYOUTS, jsonl_bytes, npy_bytes, tar_bytes
 
-from dcp_checkfreq.data.shard_readers import (
-    MARK_EVERY,
-    JsonLinesReader,
-    NpyReader,
-)
-from dcp_checkfreq.data.shard_source import ShardSource
-from dcp_checkfreq.data.tar_reader import TarReader
+from dcp_checkfreq.data.sources.shard_readers import MARK_EVERY, JsonLinesReader, NpyReader
+from dcp_checkfreq.data.sources.shard_source import ShardSource
+from dcp_checkfreq.data.sources.tar_reader import TarReader
 
 COUNT = 2 * MARK_EVERY + 70
 

@@ -15,9 +15,9 @@ from stream_tools import LAYOUTS, Job, as_list, flat, write_shards
 
 from dcp_checkfreq import Checkpointer
 from dcp_checkfreq.data import DataStateError, sample_rng
-from dcp_checkfreq.data.shard_readers import FunctionReader, JsonLinesReader
-from dcp_checkfreq.data.shard_source import ShardSource
-from dcp_checkfreq.data.streams import OpenShard, ResumableStreamLoader
+from dcp_checkfreq.data.loaders.shards import OpenShard, ResumableStreamLoader
+from dcp_checkfreq.data.sources.shard_readers import FunctionReader, JsonLinesReader
+from dcp_checkfreq.data.sources.shard_source import ShardSource
 
 SIZES = [20, 7, 33, 1, 0, 40, 25, 50]
 COUNT = 176

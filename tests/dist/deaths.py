@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from dcp_checkfreq import Checkpointer, PerRank
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier
 
 AT_ONCE = 4

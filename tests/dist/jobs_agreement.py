@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import dcp_checkfreq.planner
+import dcp_checkfreq.dcp.planner
 from dcp_checkfreq import (
     CheckFreqLoadPlanner,
     CheckFreqReader,
@@ -31,8 +31,8 @@ from dcp_checkfreq import (
     TooManyFailures,
     find_latest_valid,
 )
-from dcp_checkfreq.snapshot import lanes
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.snapshot import background_copy
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier
 
 sys.path.append(str(Path(__file__).parent.parent))
@@ -92,19 +92,19 @@ def local_bytes(model, optimizer):
 @contextlib.contextmanager
 def copies_when_waited_for():
     """Let every overlapped copy begin only when the guard asks for it."""
-    held = HeldCopies(lanes.copy_tensors)
-    real_copy, real_wait = lanes.copy_tensors, lanes._ThreadCopy.before_update
+    held = HeldCopies(background_copy.copy_tensors)
+    real_copy, real_wait = background_copy.copy_tensors, background_copy._ThreadCopy.before_update
 
     def before_update(self):
         held.release()
         real_wait(self)
 
-    lanes.copy_tensors, lanes._ThreadCopy.before_update = held, before_update
+    background_copy.copy_tensors, background_copy._ThreadCopy.before_update = held, before_update
     try:
         yield held
     finally:
         held.release()
-        lanes.copy_tensors, lanes._ThreadCopy.before_update = real_copy, real_wait
+        background_copy.copy_tensors, background_copy._ThreadCopy.before_update = real_copy, real_wait
 
 
 def train_and_save(root, model, optimizer, steps=3, **options):
@@ -231,7 +231,7 @@ def a_piece_that_was_not_copied(shared):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     parts = {"model": model, "optim": optimizer}
     said = []
-    share_out = dcp_checkfreq.planner.share_out
+    share_out = dcp_checkfreq.dcp.planner.share_out
     with contextlib.suppress(Exception), Checkpointer(root, parts, every=1000) as ckpt:
         for step in range(1, 6):
             train(model, optimizer, step)
@@ -242,9 +242,9 @@ def a_piece_that_was_not_copied(shared):
                     kept = ckpt._planner._kept
                     ckpt._planner._kept = dataclasses.replace(kept, signature=[])
                 if rank == 0:
-                    dcp_checkfreq.planner.share_out = all_to_rank_2
+                    dcp_checkfreq.dcp.planner.share_out = all_to_rank_2
             error = caught(lambda: ckpt.save(wait=True))
-            dcp_checkfreq.planner.share_out = share_out
+            dcp_checkfreq.dcp.planner.share_out = share_out
             dist.barrier()
             found = find_latest_valid(root, depth="digest").step
             record = ckpt.history[-1]
@@ -504,7 +504,7 @@ class BreaksOnce(logging.Handler):
 @job
 def a_log_handler_raises_on_one_rank(shared):
     """A save fails on all ranks, and on rank 1 the handler of its error, too."""
-    root, log = LocalTier(shared / "handler"), logging.getLogger("dcp_checkfreq.saving")
+    root, log = LocalTier(shared / "handler"), logging.getLogger("dcp_checkfreq.checkpointer.saver")
     handler = BreaksOnce(logging.ERROR)
     fault = [Fault(verb="write_shard", error=errno.EIO)]
     tier = FaultyTier(root, fault if dist.get_rank() == 0 else [])

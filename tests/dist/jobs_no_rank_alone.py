@@ -12,7 +12,7 @@ from torch import nn
 
 from dcp_checkfreq import CheckFreqError, Checkpointer
 from dcp_checkfreq.data import ResumableBatchSampler
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier
 
 TIMEOUT_S = 25.0  # of the ranks; whoever waits for it has been left alone

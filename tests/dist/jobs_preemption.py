@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 
 from dcp_checkfreq import Checkpointer, PerRank
-from dcp_checkfreq.clock import SystemClock
+from dcp_checkfreq.runtime.clock import SystemClock
 from dcp_checkfreq.format.torch_private import default_store
-from dcp_checkfreq.gate import Gate
-from dcp_checkfreq.preemption import PreemptionWatch
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.ranks.step_gate import Gate
+from dcp_checkfreq.ranks.preemption import PreemptionWatch
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier
 
 STEPS = 2000

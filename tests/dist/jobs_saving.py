@@ -24,7 +24,7 @@ from dcp_checkfreq import (
     PerRank,
     find_latest_valid,
 )
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier, GatedTier
 
 # --- kept plans, replicas ---

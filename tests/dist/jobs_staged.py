@@ -10,7 +10,7 @@ import torch.distributed as dist
 from jobs import caught, job
 
 from dcp_checkfreq import Checkpointer, PerRank, find_latest_valid
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier, GatedTier
 
 STEPS = 2  # that are published before anything happens

@@ -189,7 +189,7 @@ def test_the_exit_code_of_a_run_whose_last_save_failed_tells(tmp_path):
     script = (
         "import errno, sys, torch\n"
         "from dcp_checkfreq import Checkpointer\n"
-        "from dcp_checkfreq.storage.local import LocalTier\n"
+        "from dcp_checkfreq.storage.local.tier import LocalTier\n"
         "from dcp_checkfreq.testing import Fault, FaultyTier\n"
         "fault = Fault(verb='write_shard', error=errno.ENOSPC, nth=int(sys.argv[2]))\n"
         "tier = FaultyTier(LocalTier(sys.argv[1]), [fault])\n"

@@ -12,7 +12,7 @@ import logging, os, signal, sys, threading, time
 import torch, torch.distributed as dist
 from torch.distributed import destroy_process_group as destroy
 from dcp_checkfreq import Checkpointer
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier
 logging.basicConfig(level=logging.WARNING)
 root = sys.argv[1]

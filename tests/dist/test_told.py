@@ -7,7 +7,12 @@ import pytest
 
 from dcp_checkfreq import errors
 from dcp_checkfreq.errors import BrokenShard, DtypeDiffers, RankFailed, ReplicasDiffer, SaveFailed
-from dcp_checkfreq.told import is_plain, survives_pickle, tell, text_of
+from dcp_checkfreq.runtime.told import (
+    is_plain,
+    survives_pickle,
+    tell,
+    text_of,
+)
 
 
 class Ours(SaveFailed):

@@ -6,10 +6,10 @@ import threading
 import pytest
 
 from dcp_checkfreq import Checkpointer
-from dcp_checkfreq.rollcall import RollCall
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.ranks.rollcall import RollCall
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier, ManualClock
-from dcp_checkfreq.watchdog import Watchdog
+from dcp_checkfreq.ranks.watchdog import Watchdog
 
 
 @pytest.fixture

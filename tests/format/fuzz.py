@@ -37,7 +37,6 @@ import torch
 import torch.distributed.checkpoint as dcp
 from metadata_tools import FILE, small_metadata, small_record
 
-from dcp_checkfreq.clock import SystemClock
 from dcp_checkfreq.errors import CheckFreqError
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
@@ -45,14 +44,15 @@ from dcp_checkfreq.format.index import encode
 from dcp_checkfreq.format.safe_bytes import load_object
 from dcp_checkfreq.policy.costs import Costs
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.profile import StoredProfile
-from dcp_checkfreq.policy.profile import encode as encode_profile
+from dcp_checkfreq.policy.profile_file import ProfileFiles
+from dcp_checkfreq.policy.stored_profile import StoredProfile
+from dcp_checkfreq.policy.stored_profile import encode as encode_profile
 from dcp_checkfreq.recovery.lease import LeaseFile
-from dcp_checkfreq.recovery.profile_file import ProfileFiles
+from dcp_checkfreq.recovery.root_id import read_root_id
 from dcp_checkfreq.recovery.scan import check_digests, examine
+from dcp_checkfreq.runtime.clock import SystemClock
 from dcp_checkfreq.state import packed
 from dcp_checkfreq.state.packed import TAGGED, check_loaded, pack, unpacked_from
-from dcp_checkfreq.storage.staging_area import read_root_id
 from dcp_checkfreq.testing import MemoryTier
 
 MOST_CPU_S = 1.0  # of the processor, for an input of up to 100 KB

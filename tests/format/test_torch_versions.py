@@ -21,9 +21,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqSavePlanner, CheckFreqWriter
+from dcp_checkfreq.commit.assemble import assemble
 from dcp_checkfreq.format import build
 from dcp_checkfreq.format import metadata as metadata_format
-from dcp_checkfreq.publish.assemble import assemble
 from dcp_checkfreq.shards.layout import RankReport
 
 CONTIGUOUS = _MEM_FORMAT_ENCODING.TORCH_CONTIGUOUS_FORMAT

@@ -18,7 +18,7 @@ from dcp_checkfreq import (
 )
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.recovery.scan import check_digests
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 
 HERE = pathlib.Path(__file__).parent
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from dcp_checkfreq.policy.costs import Costs
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.seen import Iteration, SaveSeen, summarise
+from dcp_checkfreq.policy.observation import Iteration, SaveSeen, summarise
 from dcp_checkfreq.policy.tuner import observe, opening, start
 
 At = Callable[[int], float]  # of the number of the save, or for `ti` of the step

@@ -13,7 +13,7 @@ from dcp_checkfreq.policy.baseline import (
     gap_steps,
     renewed,
 )
-from dcp_checkfreq.policy.seen import Iteration, Pace, summarise
+from dcp_checkfreq.policy.observation import Iteration, Pace, summarise
 
 BUDGET = 0.035
 

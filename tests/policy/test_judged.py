@@ -11,7 +11,13 @@ from hypothesis import strategies as st
 from dcp_checkfreq.policy.baseline import Baseline
 from dcp_checkfreq.policy.costs import Costs
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.judged import (
+from dcp_checkfreq.policy.observation import (
+    Iteration,
+    Pace,
+    SaveSeen,
+    summarise,
+)
+from dcp_checkfreq.policy.save_cost import (
     KEPT,
     Judged,
     estimate,
@@ -21,7 +27,6 @@ from dcp_checkfreq.policy.judged import (
     warmer,
     without_outdated,
 )
-from dcp_checkfreq.policy.seen import Iteration, Pace, SaveSeen, summarise
 
 QUIET = Baseline(paces=(Pace(steps=50, typical_s=1.0),), noises=(0.0,))
 ONE = Judged(

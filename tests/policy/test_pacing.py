@@ -4,12 +4,12 @@ from dataclasses import replace
 
 import pytest
 
-from dcp_checkfreq.agreement import Agreement
-from dcp_checkfreq.pacing import Facts, facts_of, tuned_pacer
 from dcp_checkfreq.policy.costs import PROFILE_STEPS
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.seen import Iteration
-from dcp_checkfreq.save_record import Measured
+from dcp_checkfreq.policy.observation import Iteration
+from dcp_checkfreq.policy.save_record import Measured
+from dcp_checkfreq.policy.save_schedule import Facts, facts_of, tuned_pacer
+from dcp_checkfreq.ranks.collectives import Agreement
 from dcp_checkfreq.testing import MemoryTier
 
 

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from dcp_checkfreq.policy.costs import Costs
 from dcp_checkfreq.policy.interval import MAX_INTERVAL_STEPS, Mode
-from dcp_checkfreq.policy.profile import (
+from dcp_checkfreq.policy.stored_profile import (
     LONGEST_TEXT,
     StoredProfile,
     _digest,
@@ -192,7 +192,9 @@ def test_order_matters_in_sequences_only_and_kinds_of_values_are_told_apart():
 
 def test_another_process_finds_the_same():
     parts = "{'url': 's3://b/x', 'world': 4, 'keys': ['w', 'b'], 'bytes': 123, 'share': 0.1}"
-    code = f"from dcp_checkfreq.policy.profile import fingerprint; print(fingerprint({parts}))"
+    code = (
+        f"from dcp_checkfreq.policy.stored_profile import fingerprint; print(fingerprint({parts}))"
+    )
     found = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True,
         env={"PYTHONHASHSEED": "77"},

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_checkfreq.policy.retention import Retention, select_expired
+from dcp_checkfreq.recovery.retention import Retention, select_expired
 
 STEPS = st.sets(st.integers(0, 500), max_size=30)
 RULES = st.builds(

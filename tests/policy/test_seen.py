@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.seen import (
+from dcp_checkfreq.policy.observation import (
     IntervalSeen,
     Iteration,
     Pace,

@@ -20,7 +20,7 @@ from dcp_checkfreq.policy.interval import (
     interval_steps,
     shortest_interval_steps,
 )
-from dcp_checkfreq.policy.seen import Iteration, SaveSeen, summarise
+from dcp_checkfreq.policy.observation import Iteration, SaveSeen, summarise
 from dcp_checkfreq.policy.tuner import observe, opening, start
 
 BUDGET = 0.035

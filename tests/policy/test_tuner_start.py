@@ -9,7 +9,7 @@ from simulated_job import Job, steady, stepped
 
 from dcp_checkfreq.policy.costs import PROFILE_STEPS
 from dcp_checkfreq.policy.interval import MAX_INTERVAL_STEPS, Mode, interval_steps
-from dcp_checkfreq.policy.seen import SaveSeen, summarise
+from dcp_checkfreq.policy.observation import SaveSeen, summarise
 from dcp_checkfreq.policy.tuner import observe, opening, start
 
 BUDGET = 0.035

@@ -4,7 +4,13 @@ import itertools
 
 import pytest
 
-from dcp_checkfreq.publish.phases import NEXT, Event, Phase, advance, may_delete
+from dcp_checkfreq.commit.phases import (
+    NEXT,
+    Event,
+    Phase,
+    advance,
+    may_delete,
+)
 
 
 @pytest.mark.parametrize("phase", Phase)

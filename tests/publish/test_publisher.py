@@ -17,6 +17,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter
+from dcp_checkfreq.commit.assemble import assemble
+from dcp_checkfreq.commit.publish import publish, reserve
 from dcp_checkfreq.errors import (
     CheckFreqError,
     CheckpointExists,
@@ -25,10 +27,8 @@ from dcp_checkfreq.errors import (
     SaveFailed,
 )
 from dcp_checkfreq.format import names
-from dcp_checkfreq.publish.assemble import assemble
-from dcp_checkfreq.publish.publisher import publish, reserve
 from dcp_checkfreq.shards.layout import RankReport
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier, ManualClock, MemoryTier
 
 ATTEMPT = "0123456789ab"

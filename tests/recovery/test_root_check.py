@@ -8,7 +8,7 @@ import torch
 
 from dcp_checkfreq import Checkpointer
 from dcp_checkfreq.errors import BadLocation, RootDiffers, SaveFailed
-from dcp_checkfreq.root_check import check_root
+from dcp_checkfreq.recovery.root_check import check_root
 from dcp_checkfreq.testing import Fault, FaultyTier, ManualClock, MemoryTier
 
 WRITES = ("make", "write_shard", "create", "replace", "delete")

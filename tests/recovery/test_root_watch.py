@@ -11,8 +11,8 @@ from dcp_checkfreq.recovery.plan import begin_history
 from dcp_checkfreq.recovery.root_id import id_of_root, make_root_id
 from dcp_checkfreq.recovery.root_watch import RootWatch
 from dcp_checkfreq.recovery.scan import scan
-from dcp_checkfreq.storage.forwarding import noted
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.staging.staged_tier import noted
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.storage.tier import disk_of
 from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier, MemoryTier
 

@@ -12,7 +12,7 @@ from dcp_checkfreq.errors import BrokenShard
 from dcp_checkfreq.format.digest import digest
 from dcp_checkfreq.shards.fetch import Fetcher
 from dcp_checkfreq.shards.read_plan import Want, round_to_blocks
-from dcp_checkfreq.storage.bounce import BOUNCE_BYTES
+from dcp_checkfreq.storage.local.huge_pages import BOUNCE_BYTES
 from dcp_checkfreq.testing import ForwardingTier, MemoryTier
 
 BLOCK = 1000

@@ -5,7 +5,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_checkfreq.shards.share_plan import rounds
+from dcp_checkfreq.shards.shared_read_plan import rounds
 
 RANGES = [
     (file, 1000 * number, start, start + size, block)

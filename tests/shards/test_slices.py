@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dcp_checkfreq.shards.slices import Span, span_of, strides_of
+from dcp_checkfreq.shards.byte_spans import Span, span_of, strides_of
 
 SHAPES = [(), (0,), (1,), (5,), (2, 3), (3, 1, 2), (2, 2, 2), (1, 4), (4, 1), (2, 0, 3), (1, 1, 1)]
 

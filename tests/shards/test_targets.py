@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from dcp_checkfreq.shards.byte_spans import span_of
 from dcp_checkfreq.shards.codec import bytes_of
 from dcp_checkfreq.shards.read_plan import Want
-from dcp_checkfreq.shards.slices import span_of
 from dcp_checkfreq.shards.targets import BytesTarget, TensorTarget
 
 

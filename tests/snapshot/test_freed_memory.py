@@ -11,11 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq import CheckFreqWriter, SnapshotFailed, UnsupportedState
-from dcp_checkfreq.snapshot import copies, reads
+from dcp_checkfreq.snapshot import memcpy, reads
+from dcp_checkfreq.snapshot.inventory import Survey
 from dcp_checkfreq.snapshot.pool import BufferPool
 from dcp_checkfreq.snapshot.stager import Stager
-from dcp_checkfreq.snapshot.survey import Survey
-from dcp_checkfreq.storage.bounce import address_of
+from dcp_checkfreq.storage.local.huge_pages import address_of
 
 BYTES = 64 << 20  # more than any allocator keeps: what is freed is unmapped
 
@@ -110,7 +110,7 @@ def test_memory_that_is_gone_before_the_save_is_refused_by_its_key(tmp_path, sav
 UNMAPPED = """
 import ctypes, mmap
 from dcp_checkfreq.snapshot import reads
-from dcp_checkfreq.storage.bounce import address_of
+from dcp_checkfreq.storage.local.huge_pages import address_of
 page = mmap.mmap(-1, 1 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
 gone = address_of(memoryview(page))
 own = bytearray(1 << 20)
@@ -130,7 +130,7 @@ os._exit(0)  # the mapping's object would unmap it again
 RACE = """
 import threading, time
 import torch
-from dcp_checkfreq.snapshot.copies import Moved, copy_tensors
+from dcp_checkfreq.snapshot.memcpy import Moved, copy_tensors
 source, target = torch.ones(16 << 20), torch.empty(16 << 20)
 storage, size, stop, ends = source.untyped_storage(), source.nbytes, threading.Event(), []
 def free_and_take():
@@ -167,8 +167,8 @@ def test_memory_that_goes_while_it_is_read_does_not_end_the_process(script):
 
 @pytest.fixture
 def small_spans(monkeypatch):
-    monkeypatch.setattr(copies, "_SPAN_BYTES", 1000)
-    monkeypatch.setattr(copies, "_IN_THREADS_FROM_BYTES", 2000)
+    monkeypatch.setattr(memcpy, "_SPAN_BYTES", 1000)
+    monkeypatch.setattr(memcpy, "_IN_THREADS_FROM_BYTES", 2000)
     monkeypatch.setattr(reads, "MOST_SPANS", 3)
 
 
@@ -197,7 +197,7 @@ def test_odd_strides_are_copied_piece_by_piece(small_spans, monkeypatch, odd, re
     source = odd(torch.randn(40, 90, generator=torch.Generator().manual_seed(0)))
     plain = torch.zeros(5000)
     target, other = torch.full(source.shape, 9, dtype=source.dtype), torch.ones(5000)
-    copies.copy_tensors([plain, source], [other, target], [plain.data_ptr(), source.data_ptr()])
+    memcpy.copy_tensors([plain, source], [other, target], [plain.data_ptr(), source.data_ptr()])
     assert torch.equal(target, source)
     assert torch.equal(other, plain)
 
@@ -215,7 +215,7 @@ def test_where_a_sandbox_refuses_it_memory_is_copied_without_the_kernel(monkeypa
     source, target = torch.arange(100), torch.zeros(100, dtype=torch.int64)
     for _ in range(3):
         target.zero_()
-        copies.copy_tensors([source], [target], [source.data_ptr()])
+        memcpy.copy_tensors([source], [target], [source.data_ptr()])
         assert torch.equal(source, target)
     assert len(asked) == 1
 

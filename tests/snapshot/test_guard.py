@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from dcp_checkfreq import SnapshotFailed
-from dcp_checkfreq.snapshot.guard import Guard, address_of, guard_of
+from dcp_checkfreq.snapshot.optimizer_guard import Guard, address_of, guard_of
 
 
 class Recorder:

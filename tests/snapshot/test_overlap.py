@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from dcp_checkfreq import SnapshotFailed
+from dcp_checkfreq.snapshot.inventory import Survey
 from dcp_checkfreq.snapshot.pool import BufferPool
 from dcp_checkfreq.snapshot.stager import OVERLAP_FROM_BYTES, Stager
-from dcp_checkfreq.snapshot.survey import Survey
 
 
 @pytest.fixture

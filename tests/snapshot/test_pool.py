@@ -20,7 +20,7 @@ from dcp_checkfreq import (
 from dcp_checkfreq.snapshot import pool as pool_module
 from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool
 from dcp_checkfreq.snapshot.stager import Stager
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import GatedTier, ManualClock, MemoryTier
 
 MIB = 1 << 20

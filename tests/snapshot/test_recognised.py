@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
+from dcp_checkfreq.snapshot.inventory import Survey
 from dcp_checkfreq.snapshot.pool import BufferPool
 from dcp_checkfreq.snapshot.stager import Stager
-from dcp_checkfreq.snapshot.survey import Survey
 from dcp_checkfreq.state.app_state import AppState
 
 

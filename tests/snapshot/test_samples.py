@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from dcp_checkfreq import Checkpointer, SnapshotFailed
+from dcp_checkfreq.snapshot.inventory import Survey
 from dcp_checkfreq.snapshot.pool import BufferPool
 from dcp_checkfreq.snapshot.samples import SAMPLE_BYTES, Samples
 from dcp_checkfreq.snapshot.stager import Stager
-from dcp_checkfreq.snapshot.survey import Survey
 from dcp_checkfreq.testing import MemoryTier
 
 

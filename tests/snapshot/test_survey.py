@@ -6,7 +6,7 @@ from torch import nn
 from torch.distributed.checkpoint.planner import WriteItemType
 
 from dcp_checkfreq import CheckFreqSavePlanner, UnsupportedState
-from dcp_checkfreq.snapshot.survey import Survey
+from dcp_checkfreq.snapshot.inventory import Survey
 from dcp_checkfreq.state.app_state import AppState
 
 

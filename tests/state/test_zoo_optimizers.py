@@ -6,7 +6,7 @@ from zoo import all_of, check, facts, made, train
 from zoo_optimizers import OPTIMIZERS, REGROUPED, Row, Wrapping, in_groups, mlp, torchs_own
 
 from dcp_checkfreq import Checkpointer
-from dcp_checkfreq.snapshot.guard import Guard
+from dcp_checkfreq.snapshot.optimizer_guard import Guard
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)

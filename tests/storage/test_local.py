@@ -10,8 +10,8 @@ import uuid
 
 import pytest
 
-from dcp_checkfreq.storage.abilities import abilities_of
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.abilities import abilities_of
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import TierSuite
 
 SHM = "/dev/shm"

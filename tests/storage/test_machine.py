@@ -15,7 +15,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import CrashTier, MemoryTier
 
 FOLDERS = st.sampled_from([(), ("a",), ("a", "b"), ("ä [1]",)])

@@ -17,13 +17,13 @@ from fuse_mount import ALL_BUT_STREAMS, Unavailable, fuse_mount
 from staged_runs import train
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, find_latest_valid
+from dcp_checkfreq.commit.publish import publish, reserve
 from dcp_checkfreq.errors import PublishUnknown, SaveFailed
 from dcp_checkfreq.format import names
-from dcp_checkfreq.publish.publisher import publish, reserve
 from dcp_checkfreq.recovery.clean import clean_root
-from dcp_checkfreq.storage import abilities
-from dcp_checkfreq.storage.abilities import Abilities, abilities_of, try_out
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.storage.local import abilities
+from dcp_checkfreq.storage.local.abilities import Abilities, abilities_of, try_out
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ManualClock, TierSuite
 from dcp_checkfreq.testing.disk_calls import at_disk_call
 

@@ -8,12 +8,12 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_checkfreq import CheckFreqWriter, find_latest_valid
-from dcp_checkfreq.clock import SystemClock
+from dcp_checkfreq.policy.profile_file import ProfileFiles
 from dcp_checkfreq.recovery.lease import LeaseFile
-from dcp_checkfreq.recovery.profile_file import ProfileFiles
-from dcp_checkfreq.storage.local import LocalTier
-from dcp_checkfreq.storage.mount import MountTier
-from dcp_checkfreq.storage.staging_area import read_root_id
+from dcp_checkfreq.recovery.root_id import read_root_id
+from dcp_checkfreq.runtime.clock import SystemClock
+from dcp_checkfreq.staging.mount_tier import MountTier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.storage.tier import OddFile, read_small
 from dcp_checkfreq.testing import MemoryTier
 from dcp_checkfreq.testing.forwarding_tier import ForwardingTier

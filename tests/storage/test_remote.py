@@ -17,10 +17,15 @@ from stock_fsspec import FsspecReader
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, Checkpointer, find_latest_valid
 from dcp_checkfreq.errors import BadLocation
-from dcp_checkfreq.storage.remote import RemoteTier
-from dcp_checkfreq.storage.remote_errors import as_os_error, is_passing
-from dcp_checkfreq.storage.remote_options import Options
-from dcp_checkfreq.storage.remote_parts import checked, gathered, in_parts, part_bytes
+from dcp_checkfreq.storage.object_store.errors import as_os_error, is_passing
+from dcp_checkfreq.storage.object_store.options import Options
+from dcp_checkfreq.storage.object_store.parts import (
+    checked,
+    gathered,
+    in_parts,
+    part_bytes,
+)
+from dcp_checkfreq.storage.object_store.tier import RemoteTier
 from dcp_checkfreq.testing import TierSuite
 
 MIB = 1 << 20
@@ -211,7 +216,7 @@ def test_credentials_in_an_endpoint_are_refused_and_not_shown(outer, caplog):
 
 def test_importing_the_package_imports_no_client():
     code = (
-        "import sys, dcp_checkfreq.storage.open, dcp_checkfreq.writer\n"
+        "import sys, dcp_checkfreq.storage.open, dcp_checkfreq.dcp.writer\n"
         "dcp_checkfreq.storage.open.open_tier('s3://bucket/run')\n"
         "print([n for n in ('s3fs', 'obstore', 'aiobotocore', 'tenacity') if n in sys.modules])"
     )

@@ -8,8 +8,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, Checkpointer, find_latest_valid
 from dcp_checkfreq.errors import BadLocation
+from dcp_checkfreq.storage.object_store.tier import RemoteTier
 from dcp_checkfreq.storage.open import open_tier
-from dcp_checkfreq.storage.remote import RemoteTier
 
 SKEW = {"RequestTime": "20260101T000000Z", "ServerTime": "2026-01-01T09:00:00Z"}
 DENIED = {

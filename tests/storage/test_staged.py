@@ -18,11 +18,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_checkfreq import CheckFreqReader, CheckFreqWriter, Checkpointer, find_latest_valid
 from dcp_checkfreq.errors import PublishUnknown, WriteFailed
 from dcp_checkfreq.format import names
-from dcp_checkfreq.storage import local
-from dcp_checkfreq.storage.local import LocalTier
-from dcp_checkfreq.storage.mount import MountTier
+from dcp_checkfreq.staging.mount_tier import MountTier
+from dcp_checkfreq.staging.staged_tier import staged_root
+from dcp_checkfreq.storage.local import tier as local_tier
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.storage.open import open_tier
-from dcp_checkfreq.storage.staged import staged_root
 from dcp_checkfreq.storage.tier import StaleCredentials
 from dcp_checkfreq.testing import (
     Fault,
@@ -301,7 +301,7 @@ def refuse_all_but_streams(monkeypatch):
 
     for call in ("link", "rename", "posix_fallocate", "pwrite", "pwritev", "lseek", "ftruncate"):
         monkeypatch.setattr(os, call, refused)
-    monkeypatch.setattr(local, "rename_exclusively", refused)
+    monkeypatch.setattr(local_tier, "rename_exclusively", refused)
 
 
 def test_a_save_needs_nothing_but_streams_of_the_slow_volume(tmp_path, monkeypatch):

@@ -38,8 +38,8 @@ from dcp_checkfreq import (
     UnsupportedState,
     find_latest_valid,
 )
-from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.storage.local import LocalTier
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.storage.tier import RangeReader, Tier
 from dcp_checkfreq.testing import CrashTier, ManualClock, MemoryTier
 

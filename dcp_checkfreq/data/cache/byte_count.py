@@ -7,8 +7,8 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.data.flocks import HeldFile
+from dcp_checkfreq.runtime.clock import Clock
+from dcp_checkfreq.runtime.flock import HeldFile
 
 _MAGIC = "checkfreq-cache-1"
 _READ_BYTES = 4096  # more than a record has

@@ -8,7 +8,7 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from dcp_checkfreq.data.cache import FileCache
+from dcp_checkfreq.data.cache.file_cache import FileCache
 
 
 class CachedFiles:

@@ -9,14 +9,24 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar
 
-from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.data.cache_stats import CacheStats, Fallback, Tally, kind_of
-from dcp_checkfreq.data.eviction import charge_bytes
-from dcp_checkfreq.data.file_source import FromSource, Source, canonical, suffix_of
-from dcp_checkfreq.data.flocks import HeldFile, flock_works
-from dcp_checkfreq.data.shelf import Shelf
+from dcp_checkfreq.data.cache.eviction import charge_bytes
+from dcp_checkfreq.data.cache.folder import Shelf
+from dcp_checkfreq.data.cache.source import (
+    FromSource,
+    Source,
+    canonical,
+    suffix_of,
+)
+from dcp_checkfreq.data.cache.stats import (
+    CacheStats,
+    Fallback,
+    Tally,
+    kind_of,
+)
 from dcp_checkfreq.errors import BadLocation
-from dcp_checkfreq.storage.local import at_home
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.runtime.flock import HeldFile, flock_works
+from dcp_checkfreq.storage.local.tier import at_home
 
 _T = TypeVar("_T")
 _BOOT_ID = "/proc/sys/kernel/random/boot_id"

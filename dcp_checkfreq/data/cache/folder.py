@@ -16,10 +16,15 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dcp_checkfreq.clock import Clock
-from dcp_checkfreq.data.books import Books, locked_books, peek
-from dcp_checkfreq.data.eviction import Entry, bytes_to_free, charge_bytes, plan_eviction
-from dcp_checkfreq.data.flocks import HeldFile, pauses
+from dcp_checkfreq.data.cache.byte_count import Books, locked_books, peek
+from dcp_checkfreq.data.cache.eviction import (
+    Entry,
+    bytes_to_free,
+    charge_bytes,
+    plan_eviction,
+)
+from dcp_checkfreq.runtime.clock import Clock
+from dcp_checkfreq.runtime.flock import HeldFile, pauses
 
 _BOOKS_WAIT_S = 10.0  # held for microseconds, or for a count of all files after a crash
 _FILL_WAIT_S = 120.0  # for another process that is copying the same file

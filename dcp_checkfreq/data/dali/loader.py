@@ -8,13 +8,13 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dcp_checkfreq.data.cursor import Cursor, HandOut, HasPosition
-from dcp_checkfreq.data.dali_graph import check_fed, random_operators
-from dcp_checkfreq.data.dali_plugin import import_plugin
-from dcp_checkfreq.data.dali_rng import DALIState, add_dali, dali_of
-from dcp_checkfreq.data.dali_source import LABEL_TYPES, DALISource, names_id
-from dcp_checkfreq.data.order import SHUFFLED
-from dcp_checkfreq.data.position import (
+from dcp_checkfreq.data.dali.checkpoint import DALIState, add_dali, dali_of
+from dcp_checkfreq.data.dali.graph import check_fed, random_operators
+from dcp_checkfreq.data.dali.plugin import import_plugin
+from dcp_checkfreq.data.dali.source import LABEL_TYPES, DALISource, names_id
+from dcp_checkfreq.data.order.cursor import Cursor, HandOut, HasPosition
+from dcp_checkfreq.data.order.permutation import SHUFFLED
+from dcp_checkfreq.data.order.position import (
     Deal,
     Last,
     OnMismatch,
@@ -22,7 +22,7 @@ from dcp_checkfreq.data.position import (
     Share,
     batch_per_rank,
 )
-from dcp_checkfreq.data.ranks import resolve
+from dcp_checkfreq.data.order.ranks import resolve
 from dcp_checkfreq.errors import DataStateError
 
 if TYPE_CHECKING:

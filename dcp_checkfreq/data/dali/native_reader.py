@@ -7,11 +7,17 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
-from dcp_checkfreq.data.dali_graph import check_readers
-from dcp_checkfreq.data.dali_plugin import import_plugin
-from dcp_checkfreq.data.dali_rng import DALIState, add_dali, dali_of
-from dcp_checkfreq.data.position import FORMAT, parse, read_number, read_text, short_id
-from dcp_checkfreq.data.ranks import resolve
+from dcp_checkfreq.data.dali.checkpoint import DALIState, add_dali, dali_of
+from dcp_checkfreq.data.dali.graph import check_readers
+from dcp_checkfreq.data.dali.plugin import import_plugin
+from dcp_checkfreq.data.order.position import (
+    FORMAT,
+    parse,
+    read_number,
+    read_text,
+    short_id,
+)
+from dcp_checkfreq.data.order.ranks import resolve
 from dcp_checkfreq.errors import DataStateError
 
 _WHAT = "ResumableDALIReader"

@@ -7,10 +7,10 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from dcp_checkfreq.data.batch_sampler import Indices
-from dcp_checkfreq.data.cursor import Cursor
-from dcp_checkfreq.data.order import SAMPLE_STREAM, derive
-from dcp_checkfreq.data.position import Position, Share
+from dcp_checkfreq.data.loaders.batch_sampler import Indices
+from dcp_checkfreq.data.order.cursor import Cursor
+from dcp_checkfreq.data.order.permutation import SAMPLE_STREAM, derive
+from dcp_checkfreq.data.order.position import Position, Share
 
 if TYPE_CHECKING:
     import numpy as np

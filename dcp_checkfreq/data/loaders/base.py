@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader, Dataset
 
-from dcp_checkfreq.data.cursor import Cursor, HandOut, HasPosition
-from dcp_checkfreq.data.order import WORKER_STREAM, derive
-from dcp_checkfreq.data.position import OnMismatch
-from dcp_checkfreq.data.ranks import Place
+from dcp_checkfreq.data.order.cursor import Cursor, HandOut, HasPosition
+from dcp_checkfreq.data.order.permutation import WORKER_STREAM, derive
+from dcp_checkfreq.data.order.position import OnMismatch
+from dcp_checkfreq.data.order.ranks import Place
 
 
 class TorchLoader(HasPosition):

@@ -5,9 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from dcp_checkfreq.data.cursor import Cursor, HasPosition
-from dcp_checkfreq.data.order import SEQUENTIAL, SHUFFLED, Ahead, order
-from dcp_checkfreq.data.position import (
+from dcp_checkfreq.data.order.cursor import Cursor, HasPosition
+from dcp_checkfreq.data.order.permutation import (
+    SEQUENTIAL,
+    SHUFFLED,
+    Ahead,
+    order,
+)
+from dcp_checkfreq.data.order.position import (
     Deal,
     Last,
     OnMismatch,
@@ -15,7 +20,7 @@ from dcp_checkfreq.data.position import (
     Share,
     batch_per_rank,
 )
-from dcp_checkfreq.data.ranks import resolve
+from dcp_checkfreq.data.order.ranks import resolve
 
 
 class Indices:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 import xxhash
 
-from dcp_checkfreq.data.order import numpy_or_none
+from dcp_checkfreq.data.order.permutation import numpy_or_none
 
 # Of one tensor, array or text; of all of a batch. xxh3 takes about 0.1 ms for the latter.
 _MAX_ELEMENTS = 8192

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
 
-from dcp_checkfreq.data.content import digest_of
+from dcp_checkfreq.data.loaders.content import digest_of
 
 Made = dict[str, Any]
 

@@ -7,13 +7,18 @@ from typing import Any
 
 from torch.utils.data import Dataset, IterableDataset, default_collate
 
-from dcp_checkfreq.data.augment import AugmentRng, SampleSeeds
-from dcp_checkfreq.data.batch_sampler import Indices
-from dcp_checkfreq.data.cursor import Cursor
-from dcp_checkfreq.data.order import SEQUENTIAL, SHUFFLED
-from dcp_checkfreq.data.position import Deal, Last, OnMismatch, batch_per_rank
-from dcp_checkfreq.data.ranks import resolve
-from dcp_checkfreq.data.torch_loader import TorchLoader
+from dcp_checkfreq.data.loaders.base import TorchLoader
+from dcp_checkfreq.data.loaders.batch_sampler import Indices
+from dcp_checkfreq.data.order.cursor import Cursor
+from dcp_checkfreq.data.order.permutation import SEQUENTIAL, SHUFFLED
+from dcp_checkfreq.data.order.position import (
+    Deal,
+    Last,
+    OnMismatch,
+    batch_per_rank,
+)
+from dcp_checkfreq.data.order.ranks import resolve
+from dcp_checkfreq.data.random.per_sample import AugmentRng, SampleSeeds
 
 _Keys = list[tuple[int, list[int]]]  # (epoch, indices) of one batch
 

@@ -21,10 +21,15 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from dcp_checkfreq.data.content import digest_of
-from dcp_checkfreq.data.cursor import HasPosition
-from dcp_checkfreq.data.generators import kind_of, reseed, set_state, state_of
-from dcp_checkfreq.data.order import derive, numpy_or_none
+from dcp_checkfreq.data.loaders.content import digest_of
+from dcp_checkfreq.data.order.cursor import HasPosition
+from dcp_checkfreq.data.order.permutation import derive, numpy_or_none
+from dcp_checkfreq.data.random.generators import (
+    kind_of,
+    reseed,
+    set_state,
+    state_of,
+)
 from dcp_checkfreq.format.torch_private import end_workers
 
 _MAX_OBJECTS = 20_000

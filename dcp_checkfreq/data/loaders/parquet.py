@@ -21,13 +21,23 @@ from numpy.typing import NDArray
 from pyarrow.fs import FSSpecHandler, PyFileSystem
 from torch.utils.data import default_collate
 
-from dcp_checkfreq.data.augment import AugmentRng, SampleSeeds
-from dcp_checkfreq.data.lanes import DEFAULT_LANES, LANES_VERSION, LaneOrder, Run
-from dcp_checkfreq.data.locate import is_local, located, relative_names
-from dcp_checkfreq.data.order import SEQUENTIAL
-from dcp_checkfreq.data.parquet_schema import check_schemas
-from dcp_checkfreq.data.position import Last, OnMismatch, Share
-from dcp_checkfreq.data.reading import Counts, Maker, Raw, ReadingLoader
+from dcp_checkfreq.data.loaders.read_ahead import (
+    Counts,
+    Maker,
+    Raw,
+    ReadingLoader,
+)
+from dcp_checkfreq.data.order.interleave import (
+    DEFAULT_LANES,
+    LANES_VERSION,
+    LaneOrder,
+    Run,
+)
+from dcp_checkfreq.data.order.permutation import SEQUENTIAL
+from dcp_checkfreq.data.order.position import Last, OnMismatch, Share
+from dcp_checkfreq.data.random.per_sample import AugmentRng, SampleSeeds
+from dcp_checkfreq.data.sources.parquet_schema import check_schemas
+from dcp_checkfreq.data.sources.paths import is_local, located, relative_names
 from dcp_checkfreq.errors import DataStateError
 
 _log = logging.getLogger(__name__)

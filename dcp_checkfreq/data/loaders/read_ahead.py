@@ -19,11 +19,18 @@ from typing import Any, Protocol
 
 from torch.utils.data import Dataset
 
-from dcp_checkfreq.data.augment import SampleSeeds
-from dcp_checkfreq.data.cursor import Cursor
-from dcp_checkfreq.data.position import Deal, Last, OnMismatch, Share, Step, batch_per_rank
-from dcp_checkfreq.data.ranks import resolve
-from dcp_checkfreq.data.torch_loader import TorchLoader
+from dcp_checkfreq.data.loaders.base import TorchLoader
+from dcp_checkfreq.data.order.cursor import Cursor
+from dcp_checkfreq.data.order.position import (
+    Deal,
+    Last,
+    OnMismatch,
+    Share,
+    Step,
+    batch_per_rank,
+)
+from dcp_checkfreq.data.order.ranks import resolve
+from dcp_checkfreq.data.random.per_sample import SampleSeeds
 
 _log = logging.getLogger(__name__)
 

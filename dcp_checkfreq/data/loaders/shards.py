@@ -12,12 +12,17 @@ from typing import IO, Any
 
 from torch.utils.data import default_collate
 
-from dcp_checkfreq.data.augment import AugmentRng, SampleSeeds
-from dcp_checkfreq.data.lanes import LANES_VERSION, LaneOrder, Run
-from dcp_checkfreq.data.order import SEQUENTIAL
-from dcp_checkfreq.data.position import Last, OnMismatch, Share
-from dcp_checkfreq.data.reading import Counts, Maker, Raw, ReadingLoader
-from dcp_checkfreq.data.shard_source import Shard, ShardSource
+from dcp_checkfreq.data.loaders.read_ahead import (
+    Counts,
+    Maker,
+    Raw,
+    ReadingLoader,
+)
+from dcp_checkfreq.data.order.interleave import LANES_VERSION, LaneOrder, Run
+from dcp_checkfreq.data.order.permutation import SEQUENTIAL
+from dcp_checkfreq.data.order.position import Last, OnMismatch, Share
+from dcp_checkfreq.data.random.per_sample import AugmentRng, SampleSeeds
+from dcp_checkfreq.data.sources.shard_source import Shard, ShardSource
 from dcp_checkfreq.errors import DataStateError
 
 _READ_THREADS = 8  # shards that are opened at a start: mostly waiting for storage

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from dcp_checkfreq.data.order import derive
+from dcp_checkfreq.data.order.permutation import derive
 
 _SCHEME = "1"  # how digests are made and which are kept; those of another scheme are not compared
 _LAST = 4

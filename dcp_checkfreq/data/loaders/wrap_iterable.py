@@ -7,15 +7,20 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from dcp_checkfreq.data import global_rng
-from dcp_checkfreq.data.content import digest_of
-from dcp_checkfreq.data.made import differences, has_stream, made_by, made_here
-from dcp_checkfreq.data.order import WORKER_STREAM, derive
-from dcp_checkfreq.data.position import FORMAT, OnMismatch, short_id
-from dcp_checkfreq.data.ranks import resolve
-from dcp_checkfreq.data.sources import Sources
-from dcp_checkfreq.data.trail import Comparison, Trail
-from dcp_checkfreq.data.wrap_state import Saved, check_replayable
+from dcp_checkfreq.data.loaders.content import digest_of
+from dcp_checkfreq.data.loaders.made import (
+    differences,
+    has_stream,
+    made_by,
+    made_here,
+)
+from dcp_checkfreq.data.loaders.order_sources import Sources
+from dcp_checkfreq.data.loaders.trail import Comparison, Trail
+from dcp_checkfreq.data.loaders.wrap_state import Saved, check_replayable
+from dcp_checkfreq.data.order.permutation import WORKER_STREAM, derive
+from dcp_checkfreq.data.order.position import FORMAT, OnMismatch, short_id
+from dcp_checkfreq.data.order.ranks import resolve
+from dcp_checkfreq.data.random import global_state
 from dcp_checkfreq.errors import DataStateError
 
 _log = logging.getLogger(__name__)
@@ -144,8 +149,8 @@ class ResumableIterator:
         own = self._own()
         if own is not None:  # nothing is replayed, so its random numbers are not drawn again
             key, skip = derive(WORKER_STREAM, self._seed, epoch, self.batches), 0
-        training = global_rng.save()
-        global_rng.seed_all(key)
+        training = global_state.save()
+        global_state.seed_all(key)
         try:
             self._sources.begin(epoch, key, self._roots, as_before=self._as_before)
             if own is not None:
@@ -155,20 +160,20 @@ class ResumableIterator:
                 self._sources.end_workers()
             batches = iter(self.loader)
             trail = self._replay(batches, epoch, skip)
-            data = global_rng.save()
+            data = global_state.save()
         finally:
-            global_rng.bring_back(training)
+            global_state.bring_back(training)
         self._check(generation)
         self._trail, self._loaded_trail = trail, None
         while True:
             self._check(generation)
-            training = global_rng.save()
-            global_rng.bring_back(data)
+            training = global_state.save()
+            global_state.bring_back(data)
             try:
                 batch = next(batches, _END)
-                data = global_rng.save()
+                data = global_state.save()
             finally:
-                global_rng.bring_back(training)
+                global_state.bring_back(training)
             if batch is _END:
                 self.epoch, self.batches, self._trail = epoch + 1, 0, Trail()
                 self._as_before = False

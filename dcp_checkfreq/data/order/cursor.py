@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, get_args
 
-from dcp_checkfreq.data.position import (
+from dcp_checkfreq.data.order.position import (
     Deal,
     Fingerprint,
     OnMismatch,
@@ -17,7 +17,7 @@ from dcp_checkfreq.data.position import (
     encode,
     short_id,
 )
-from dcp_checkfreq.errors import DataStateError
+from dcp_checkfreq.errors import DataStateError as DataStateError
 
 _log = logging.getLogger(__name__)
 

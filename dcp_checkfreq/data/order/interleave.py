@@ -14,7 +14,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from dcp_checkfreq.data.order import ITEM_STREAM, PIECE_STREAM, Order, derive, order
+from dcp_checkfreq.data.order.permutation import (
+    ITEM_STREAM,
+    PIECE_STREAM,
+    Order,
+    derive,
+    order,
+)
 
 LANES_VERSION = 1
 DEFAULT_LANES = 48  # divided by many numbers of ranks: 1, 2, 3, 4, 6, 8, 12, 16, 24, 48

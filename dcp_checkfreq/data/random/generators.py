@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from dcp_checkfreq.data.order import numpy_or_none
+from dcp_checkfreq.data.order.permutation import numpy_or_none
 
 
 def kind_of(generator: object) -> str | None:

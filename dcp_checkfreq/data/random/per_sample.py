@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Literal, get_args
 
 from torch.utils.data import get_worker_info
 
-from dcp_checkfreq.data import global_rng
-from dcp_checkfreq.data.order import COLLATE_STREAM, SAMPLE_STREAM, derive
+from dcp_checkfreq.data.order.permutation import COLLATE_STREAM, SAMPLE_STREAM, derive
+from dcp_checkfreq.data.random import global_state
 
 if TYPE_CHECKING:
     import numpy as np
@@ -82,14 +82,16 @@ class SampleSeeds:
         if self.is_off:
             yield
             return
-        saved = global_rng.save() if self._mode == "global" and get_worker_info() is None else None
+        saved = (
+            global_state.save() if self._mode == "global" and get_worker_info() is None else None
+        )
         token = _now.set(None)
         try:
             yield
         finally:
             _now.reset(token)
             if saved is not None:
-                global_rng.bring_back(saved)
+                global_state.bring_back(saved)
 
     def sample(self, epoch: int, index: int) -> None:
         """From here on the random numbers are those of this sample."""
@@ -105,4 +107,4 @@ class SampleSeeds:
         key = derive(stream, self._seed, epoch, index)
         _now.set(_Sample(key))
         if self._mode == "global":
-            global_rng.seed_all(key)
+            global_state.seed_all(key)

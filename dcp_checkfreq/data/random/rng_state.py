@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from dcp_checkfreq.data import generators, global_rng
-from dcp_checkfreq.data.order import RANK_STREAM, derive, numpy_or_none
-from dcp_checkfreq.data.ranks import resolve
+from dcp_checkfreq.data.order.permutation import RANK_STREAM, derive, numpy_or_none
+from dcp_checkfreq.data.order.ranks import resolve
+from dcp_checkfreq.data.random import generators, global_state
 from dcp_checkfreq.errors import DataStateError
 from dcp_checkfreq.state.per_rank import PerRank
 
@@ -33,7 +33,7 @@ def seed_everything(seed: int, *, rank: int | None = None) -> None:
     if type(seed) is not int or not 0 <= seed < 1 << 64:
         raise ValueError(f"seed must be a whole number in [0, 2**64), got {seed!r}")
     key = derive(RANK_STREAM, seed) if rank is None else derive(RANK_STREAM, seed, rank)
-    global_rng.seed_all(key)
+    global_state.seed_all(key)
     torch.manual_seed(key & 0xFFFFFFFF)  # also the devices
 
 
@@ -77,7 +77,7 @@ class RNGState(PerRank):
     @property
     def value(self) -> dict[str, Any]:
         """What is saved for this rank: plain values and tensors. Set it to restore."""
-        python, numpy, torch_cpu = global_rng.save()
+        python, numpy, torch_cpu = global_state.save()
         state = {
             "format": FORMAT,
             "python": python,
@@ -125,8 +125,8 @@ class RNGState(PerRank):
         saved = state["generators"]
         numpy_state = _from_plain(state["numpy"])
         if numpy_state is None and numpy_or_none() is not None:
-            numpy_state = global_rng.save()[1]  # saved where there was no NumPy
-        global_rng.bring_back((_as_tuples(state["python"]), numpy_state, state["torch"]))
+            numpy_state = global_state.save()[1]  # saved where there was no NumPy
+        global_state.bring_back((_as_tuples(state["python"]), numpy_state, state["torch"]))
         for name in saved.keys() & self._generators.keys():
             own = _from_plain(saved[name][1])
             if isinstance(self._generators[name], random.Random):
@@ -142,7 +142,7 @@ class RNGState(PerRank):
         were seeded alike.
         """
         key = derive(RANK_STREAM, self._seed, rank, step)
-        global_rng.seed_all(key)
+        global_state.seed_all(key)
         torch.manual_seed(key & 0xFFFFFFFF)
         for number, name in enumerate(sorted(self._generators)):
             key = derive(RANK_STREAM, self._seed, rank, step, number)

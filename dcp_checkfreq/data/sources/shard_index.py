@@ -12,7 +12,7 @@ from typing import Any
 
 import fsspec
 
-from dcp_checkfreq.data.shard_readers import MARK_EVERY, Layout
+from dcp_checkfreq.data.sources.shard_readers import MARK_EVERY, Layout
 
 _log = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from typing import IO, Any
 
 import fsspec
 
-from dcp_checkfreq.data import shard_index
-from dcp_checkfreq.data.lanes import DEFAULT_LANES
-from dcp_checkfreq.data.locate import located, relative_names
-from dcp_checkfreq.data.shard_readers import FunctionReader, Layout, ShardReader
+from dcp_checkfreq.data.order.interleave import DEFAULT_LANES
+from dcp_checkfreq.data.sources import shard_index
+from dcp_checkfreq.data.sources.paths import located, relative_names
+from dcp_checkfreq.data.sources.shard_readers import FunctionReader, Layout, ShardReader
 
 _log = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import IO, Any
 
-from dcp_checkfreq.data.shard_readers import MARK_EVERY, Layout, seek_mark
+from dcp_checkfreq.data.sources.shard_readers import MARK_EVERY, Layout, seek_mark
 
 _BLOCK = tarfile.BLOCKSIZE
 _PIECE_BYTES = 1 << 20

@@ -14,10 +14,15 @@ import threading
 from collections import deque
 from collections.abc import Iterable, Sequence
 
-from dcp_checkfreq.crew import Crew, Task
-from dcp_checkfreq.storage.abilities import is_refusal
-from dcp_checkfreq.storage.bounce import BOUNCE_BYTES, address_of, give_back, take
-from dcp_checkfreq.storage.regular import open_regular
+from dcp_checkfreq.runtime.crew import Crew, Task
+from dcp_checkfreq.storage.local.abilities import is_refusal
+from dcp_checkfreq.storage.local.huge_pages import (
+    BOUNCE_BYTES,
+    address_of,
+    give_back,
+    take,
+)
+from dcp_checkfreq.storage.local.regular import open_regular
 
 ALIGN_BYTES = 4096  # covers every block size and DMA alignment in use
 BATCH_BYTES = 64 << 20  # one request to the kernel; also the pace of buffered writing

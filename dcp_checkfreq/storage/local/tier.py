@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Iterator
 
 from dcp_checkfreq.errors import BadLocation
 from dcp_checkfreq.format import names
-from dcp_checkfreq.storage import engines
-from dcp_checkfreq.storage.abilities import (
+from dcp_checkfreq.storage.local import direct_io
+from dcp_checkfreq.storage.local.abilities import (
     REFUSALS_OF_FOLDERS,
     Abilities,
     abilities_of,
@@ -19,7 +19,7 @@ from dcp_checkfreq.storage.abilities import (
     is_refusal,
     rename_exclusively,
 )
-from dcp_checkfreq.storage.regular import read_regular, stat_regular
+from dcp_checkfreq.storage.local.regular import read_regular, stat_regular
 from dcp_checkfreq.storage.tier import (
     LARGEST_SMALL_FILE_BYTES,
     Entry,
@@ -130,9 +130,9 @@ class LocalTier:
         """Return the whole content of a file; see `read_small`."""
         return read_regular(self._join(name), at_most_bytes)
 
-    def open(self, name: str) -> engines.FileReader:
+    def open(self, name: str) -> direct_io.FileReader:
         """Open a file for ranged reads from any thread."""
-        return engines.FileReader(self._join(name), direct_io=self._direct_io)
+        return direct_io.FileReader(self._join(name), direct_io=self._direct_io)
 
     def write_shard(self, name: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
         """Write a new file; its content is durable on return."""
@@ -144,11 +144,11 @@ class LocalTier:
         try:
             try:
                 if can.fallocate:
-                    engines.preallocate(fd, size_bytes)
-                if direct and engines.set_direct(fd, on=True):
-                    written = engines.write_direct(fd, pieces)
+                    direct_io.preallocate(fd, size_bytes)
+                if direct and direct_io.set_direct(fd, on=True):
+                    written = direct_io.write_direct(fd, pieces)
                 else:
-                    written = engines.write_buffered(fd, pieces)
+                    written = direct_io.write_buffered(fd, pieces)
                 if written != size_bytes:
                     raise OSError(
                         errno.EIO, f"{written} bytes were given for a file of {size_bytes}", path
@@ -315,7 +315,7 @@ def _overwrite(path: str, data: bytes, flags: int, can: Abilities) -> None:
     """Make a file hold ``data``, durably. ``flags``: `os.O_CREAT` if it need not be there."""
     fd = os.open(path, os.O_WRONLY | os.O_TRUNC | os.O_CLOEXEC | os.O_NOFOLLOW | flags, 0o666)
     try:
-        engines.write_all(fd, [memoryview(data)], 0)
+        direct_io.write_all(fd, [memoryview(data)], 0)
         sync_file(os.fsync, fd, can)
     finally:
         os.close(fd)

@@ -18,15 +18,15 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from dcp_checkfreq.errors import BadLocation
-from dcp_checkfreq.storage.remote_errors import (
+from dcp_checkfreq.storage.object_store.errors import (
     as_os_error,
     is_expired,
     is_passing,
     is_taken,
     lacks_a_reason,
 )
-from dcp_checkfreq.storage.remote_options import Options
-from dcp_checkfreq.storage.remote_parts import checked, gathered, part_bytes
+from dcp_checkfreq.storage.object_store.options import Options
+from dcp_checkfreq.storage.object_store.parts import checked, fill, gathered, part_bytes
 from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, Entry, check_size
 
 _log = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ class FsspecFiles:
         return f"{type(self).__name__}({self.protocol!r}, {self.options!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return files_of, (self.protocol, self.options, self.retry_for_s)
+        return shared, (type(self), self.protocol, self.options, self.retry_for_s)
 
     def make_locks(self) -> None:
         """Make the locks of this object, also anew after a fork."""
@@ -426,14 +426,6 @@ class FsspecFiles:
         self.call(path, get)
 
 
-def fill(target: memoryview, data: Any, path: str) -> None:
-    """Copy ``data`` to ``target``; `EOFError` unless both are of one size."""
-    view = memoryview(data).cast("B") if len(data) else memoryview(b"")
-    if len(view) != len(target):
-        raise EOFError(f"{path}: {len(view)} bytes came, {len(target)} were asked for")
-    target[:] = view
-
-
 def _discard(file: Any) -> None:
     """Drop a file that is open for writing; closing it would publish what was written so far."""
     with contextlib.suppress(Exception):
@@ -482,15 +474,12 @@ if hasattr(os, "register_at_fork"):
 _shared: dict[tuple[str, str, float], FsspecFiles] = {}
 
 
-def files_of(protocol: str, options: Options, retry_for_s: float = RETRY_FOR_S) -> FsspecFiles:
+def shared(
+    kind: type[FsspecFiles], protocol: str, options: Options, retry_for_s: float
+) -> FsspecFiles:
     """Return the files that all tiers with these options share in this process."""
     key = (protocol, options.digest, retry_for_s)
     with _lock:
         if key not in _shared:
-            kind: type[FsspecFiles] = FsspecFiles
-            if protocol in ("s3", "s3a"):
-                from dcp_checkfreq.storage.remote_s3 import S3Files
-
-                kind = S3Files
             _shared[key] = kind(protocol, options, retry_for_s=retry_for_s)
         return _shared[key]

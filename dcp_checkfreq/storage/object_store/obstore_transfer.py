@@ -16,10 +16,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from dcp_checkfreq.clock import Clock, SystemClock
-from dcp_checkfreq.storage.remote_files import fill
-from dcp_checkfreq.storage.remote_options import Options
-from dcp_checkfreq.storage.remote_parts import PARTS_IN_FLIGHT
+from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.storage.object_store.options import Options
+from dcp_checkfreq.storage.object_store.parts import PARTS_IN_FLIGHT, fill
 
 # A part that takes longer is sent again; 16 MiB in this time is 140 KiB/s.
 _REQUEST_TIMEOUT_S = 120

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 MIB = 1 << 20
 
@@ -72,3 +73,11 @@ def in_parts(pieces: Iterable[memoryview], part: int) -> Iterator[list[memoryvie
             missing -= len(piece)
     if group:
         yield group
+
+
+def fill(target: memoryview, data: Any, path: str) -> None:
+    """Copy ``data`` to ``target``; `EOFError` unless both are of one size."""
+    view = memoryview(data).cast("B") if len(data) else memoryview(b"")
+    if len(view) != len(target):
+        raise EOFError(f"{path}: {len(view)} bytes came, {len(target)} were asked for")
+    target[:] = view

@@ -14,14 +14,19 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
-from dcp_checkfreq.crew import Crew, Task
 from dcp_checkfreq.errors import BadLocation
-from dcp_checkfreq.storage import remote_obstore
-from dcp_checkfreq.storage.remote_errors import code_of, is_unsupported, lacks_a_reason
-from dcp_checkfreq.storage.remote_files import CLEANING_FOR_S, FsspecFiles, Head, fill
-from dcp_checkfreq.storage.remote_parts import (
+from dcp_checkfreq.runtime.crew import Crew, Task
+from dcp_checkfreq.storage.object_store import obstore_transfer
+from dcp_checkfreq.storage.object_store.errors import code_of, is_unsupported, lacks_a_reason
+from dcp_checkfreq.storage.object_store.fsspec_files import (
+    CLEANING_FOR_S,
+    FsspecFiles,
+    Head,
+)
+from dcp_checkfreq.storage.object_store.parts import (
     COPIED_PARTS_IN_FLIGHT,
     checked,
+    fill,
     gathered,
     in_parts,
     part_bytes,
@@ -41,7 +46,7 @@ class S3Files(FsspecFiles):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self._store: remote_obstore.Store | None = None
+        self._store: obstore_transfer.Store | None = None
         self._told = False
 
     def make_locks(self) -> None:
@@ -166,15 +171,15 @@ class S3Files(FsspecFiles):
 
     # --- large ones ---
 
-    def _mover(self) -> remote_obstore.Store | None:
+    def _mover(self) -> obstore_transfer.Store | None:
         """Return what moves bytes faster than s3fs does; None if it cannot be used here."""
         if self.move_with != "auto":
             return None
         why_not = "it is not installed, or was used before a fork"
-        if remote_obstore.usable():
+        if obstore_transfer.usable():
             with self._store_lock:
                 if self._store is None or self._store.pid_differs():
-                    self._store = remote_obstore.Store(self.fs, self.options, self.retry_for_s)
+                    self._store = obstore_transfer.Store(self.fs, self.options, self.retry_for_s)
                 if self._store.fits:
                     return self._store
             why_not = "an option has no counterpart there"
@@ -220,7 +225,7 @@ class S3Files(FsspecFiles):
 
     def _through(self, path: str, work: Callable[[], None]) -> None:
         """Run what obstore does, which tries again by itself; never twice, the pieces are gone."""
-        from dcp_checkfreq.storage.remote_errors import as_os_error, is_expired
+        from dcp_checkfreq.storage.object_store.errors import as_os_error, is_expired
 
         try:
             work()

@@ -13,10 +13,17 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dcp_checkfreq.format import names
-from dcp_checkfreq.storage.remote_files import RETRY_FOR_S, FsspecFiles, Head, files_of
-from dcp_checkfreq.storage.remote_options import Options
+from dcp_checkfreq.storage.object_store.fsspec_files import (
+    RETRY_FOR_S,
+    FsspecFiles,
+    Head,
+    shared,
+)
+from dcp_checkfreq.storage.object_store.options import Options
+from dcp_checkfreq.storage.object_store.s3_files import S3Files
 from dcp_checkfreq.storage.tier import Entry, ReservationRevoked
 
+_S3 = ("s3", "s3a")
 READS_AT_ONCE = 8  # an answer takes tens of milliseconds, whatever its size
 
 
@@ -45,7 +52,8 @@ class RemoteTier:
     ) -> None:
         self._url = url.rstrip("/")
         protocol = url.partition("://")[0].lower()
-        self._files: FsspecFiles = files_of(protocol, Options(options or {}), retry_for_s)
+        kind = S3Files if protocol in _S3 else FsspecFiles
+        self._files = shared(kind, protocol, Options(options or {}), retry_for_s)
 
     def __repr__(self) -> str:
         return f"RemoteTier({self._url!r})"
