@@ -16,7 +16,7 @@ from dcp_checkfreq import options
 from dcp_checkfreq.checkpointer.dropped import Holdings
 from dcp_checkfreq.checkpointer.registered import Registered
 from dcp_checkfreq.checkpointer.restorer import Restored, Restorer
-from dcp_checkfreq.checkpointer.run_history import OwnSteps, place_of
+from dcp_checkfreq.checkpointer.run_history import RunHistory, place_of
 from dcp_checkfreq.checkpointer.saver import Saver
 from dcp_checkfreq.checkpointer.stopping import Job, Stopping
 from dcp_checkfreq.dcp.name_lengths import check_root_lengths
@@ -36,14 +36,14 @@ from dcp_checkfreq.policy.save_record import (
 )
 from dcp_checkfreq.policy.save_schedule import (
     Facts,
-    FixedPacer,
-    Pacer,
+    FixedSchedule,
+    SaveSchedule,
     facts_of,
     mode_of,
-    tuned_pacer,
+    tuned_schedule,
 )
-from dcp_checkfreq.policy.step_timer import StepTimes
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.policy.step_timer import StepTimer
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.step_gate import Gate, next_step
 from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.retention import Retention
@@ -156,11 +156,11 @@ class Checkpointer:
         clock: Clock | None = None,
     ) -> None:
         self._clock = clock or SystemClock()
-        self._agree = Agreement(timeout_s=timeout_s, clock=self._clock)
-        with self._agree.making("a Checkpointer", self._give_back):
+        self._ranks = Ranks(timeout_s=timeout_s, clock=self._clock)
+        with self._ranks.making("a Checkpointer", self._give_back):
             options.check(options.CHECKPOINTER, locals())
             mode = mode_of(snapshot)
-            self._agree.same(
+            self._ranks.same(
                 {
                     "every": every,
                     "max_overhead": max_overhead,
@@ -180,19 +180,19 @@ class Checkpointer:
                 self._root = staged_root(self._root, staging_dir, limit_bytes=staging_bytes)
             check_root_lengths(self._root)
             place = place_of(self._root)  # where others of this process are named
-            self._root = noted(self._root, self._agree.watchdog.moved)
+            self._root = noted(self._root, self._ranks.watchdog.moved)
             self._calls = OneCall(self._root.location)
-            self._state = AppState(state, self._agree.rank)
-            self._run_id = self._agree.decide(lambda: uuid.uuid4().hex[:12])
+            self._state = AppState(state, self._ranks.rank)
+            self._run_id = self._ranks.on_rank_0(lambda: uuid.uuid4().hex[:12])
             self._lease = LeaseFile(self._root, self._run_id, self._clock)
-            check_root(self._root, self._agree, self._run_id, self._clock)
+            check_root(self._root, self._ranks, self._run_id, self._clock)
             self._copies: LocalCopies | None = None
             if isinstance(self._root, StagedTier):
-                self._copies = LocalCopies(self._root, self._agree, threads=threads)
+                self._copies = LocalCopies(self._root, self._ranks, threads=threads)
                 self._copies.belong_to_root()
-            self._own_steps = OwnSteps(
+            self._run_history = RunHistory(
                 self._root,
-                self._agree,
+                self._ranks,
                 self._run_id,
                 Retention(
                     keep_last=keep_last,
@@ -204,7 +204,7 @@ class Checkpointer:
             )
             self._restorer = Restorer(
                 self._root,
-                self._agree,
+                self._ranks,
                 self._state,
                 self._lease,
                 self._clock,
@@ -215,20 +215,20 @@ class Checkpointer:
             )
             self._planner = CheckFreqSavePlanner(allow_pickle=allow_pickle, clock=self._clock)
             self._parts = Registered(
-                self._state, self._agree, self._planner, allow_pickle=allow_pickle
+                self._state, self._ranks, self._planner, allow_pickle=allow_pickle
             )
             self._parts.check()
-            self._times = StepTimes(self._clock, gpu=self._state.gpu())
+            self._times = StepTimer(self._clock, gpu=self._state.gpu())
             self._guard = Guard(
                 self._state.optimizers(),
-                raise_errors=self._raise_errors and self._agree.is_alone,
+                raise_errors=self._raise_errors and self._ranks.is_alone,
                 around_update=self._times,
             )
-            self._pacer: Pacer
+            self._schedule: SaveSchedule
             if every is None:
-                self._pacer = tuned_pacer(
+                self._schedule = tuned_schedule(
                     self._root,
-                    self._agree,
+                    self._ranks,
                     self._state.describe(),
                     max_overhead=max_overhead,
                     mtbf_s=mtbf_s,
@@ -236,21 +236,21 @@ class Checkpointer:
                     mode=mode,
                 )
             else:
-                self._pacer = FixedPacer(every, mode or Mode.CPU)
+                self._schedule = FixedSchedule(every, mode or Mode.CPU)
             self._gate = Gate()
             self._saver = Saver(
-                self._agree,
+                self._ranks,
                 self._gate,
                 self._guard,
                 self._planner,
                 self._clock,
                 before_writing=self._lease.renew_quietly,
-                after_publishing=_published(self._own_steps, self._pacer),
-                decide=self._pacer.decide,
+                after_publishing=_published(self._run_history, self._schedule),
+                decide=self._schedule.decide,
             )
             self._stopping = Stopping(
                 self._gate,
-                self._agree,
+                self._ranks,
                 self._clock,
                 signals=preempt_signals,
                 grace_s=grace_s,
@@ -266,14 +266,14 @@ class Checkpointer:
         self._pid = os.getpid()
         self._is_closed = close_at_exit(self, Checkpointer._close, place=place)
         self._holdings = Holdings(
-            self._guard, self._stopping, self._saver, self._lease, self._agree
+            self._guard, self._stopping, self._saver, self._lease, self._ranks
         )
         self._if_dropped = self._holdings.if_dropped(self)
 
     @property
     def interval_steps(self) -> int | None:
         """Iterations from one save to the next (k); None while the job is being profiled."""
-        return self._pacer.interval_steps
+        return self._schedule.interval_steps
 
     @property
     def history(self) -> Sequence[SaveRecord]:
@@ -327,15 +327,15 @@ class Checkpointer:
         self._finish_in_flight()
         with contextlib.suppress(SnapshotFailed):  # reported with its save
             self._guard.wait()
-        with self._agree.region("restoring"):
-            self._agree.same({"step": step, "depth": depth, "fresh_start": fresh_start})
+        with self._ranks.region("restoring"):
+            self._ranks.same({"step": step, "depth": depth, "fresh_start": fresh_start})
             choice, restored, unfinished = self._restorer.run(
                 step,
                 depth,
                 fresh_start=fresh_start,
                 selection=Selection(only, optional, rename or {}, strict),
             )
-            self._own_steps.go_on_from(choice)
+            self._run_history.go_on_from(choice)
             self.last_saved_step = None if restored is None else restored.step
             self.step = self.last_saved_step or 0
             self._gate.start_from(self.step)
@@ -363,11 +363,11 @@ class Checkpointer:
         options.check(options.AFTER_STEP, locals())
         self._check_open()
         done = next_step(self.step, step)
-        self._times.entered()
+        self._times.enter()
         self._stopping.watch(self)
         self._gate.pass_step(done)
         self.step = done
-        self._pacer.counted()
+        self._schedule.step_done()
         try:
             if not self._saver.is_busy:
                 self._parts.check_optimizers_once()
@@ -376,15 +376,15 @@ class Checkpointer:
                 self._act_on(ended)
             if self._stopping.is_due(done):
                 self._stop()
-            if self._pacer.is_due(done):
+            if self._schedule.is_due(done):
                 begun_s = self._clock.monotonic_s()
                 self._finish_in_flight()  # which may have changed the interval
-                if self._pacer.is_due(done):
+                if self._schedule.is_due(done):
                     self._save(begun_s)
                 else:
-                    self._times.waited_for_save()
+                    self._times.add_save_wait()
         finally:
-            self._times.left(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
+            self._times.exit(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
 
     @one_at_a_time
     def save(self, *, wait: bool = False, check_replicas: bool = False) -> None:
@@ -400,7 +400,7 @@ class Checkpointer:
                 passes, with `ReplicasDiffer`. Small tensors and other values are always compared.
         """
         options.check(options.SAVE, locals())
-        self._times.paused()
+        self._times.pause()
         try:
             begun_s = self._clock.monotonic_s()
             self._finish_in_flight()
@@ -408,12 +408,12 @@ class Checkpointer:
                 self._planner.check_tensors_once()
             self._save(begun_s)
             if wait:
-                self._times.waiting()
+                self._times.start_wait()
                 self._saver.wait()
                 self._measured.blocked_s = self._clock.monotonic_s() - begun_s
                 self._finish_in_flight(must_raise=True)
         finally:
-            self._times.resumed(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
+            self._times.resume(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
 
     def wait_for_snapshot(self) -> None:
         """Return once parameters and optimizer state may change outside of ``optimizer.step``.
@@ -440,8 +440,8 @@ class Checkpointer:
             return
         step = self.step
         laps = self._times.take()
-        measured = Measured(self._pacer.mode, self._pacer.interval_steps)
-        profile = self._pacer.wants_profile
+        measured = Measured(self._schedule.mode, self._schedule.interval_steps)
+        profile = self._schedule.wants_profile
         # The interval before the second save holds the first one, whose buffers were cold.
         is_first = self._saves_begun < 2
         gpu_bytes = self._state.gpu_memory_bytes() if profile else (0, 0)
@@ -453,21 +453,21 @@ class Checkpointer:
         self._saver.begin(
             step,
             self._parts.capture,
-            lambda: self._own_steps.writer(step),
+            lambda: self._run_history.writer(step),
             measured=measured,
             profile=profile,
             facts=facts,
         )
         self._measured = measured
         self._saves_begun += 1
-        self._pacer.saving()
+        self._schedule.save_started()
         measured.blocked_s = self._clock.monotonic_s() - begun_s
 
     def _finish(self, unfinished: Unfinished) -> None:
         """Upload and publish in the background what was restored from the local disks."""
         copies, clock, lease = self._copies, self._clock, self._lease
         assert copies is not None
-        measured = self._measured = Measured(self._pacer.mode)
+        measured = self._measured = Measured(self._schedule.mode)
 
         def finish() -> None:
             begun_s = clock.monotonic_s()
@@ -483,13 +483,13 @@ class Checkpointer:
 
     def _act_on(self, ended: Ended, *, must_raise: bool = False) -> None:
         """Act on the end of a save; all ranks do so at the same step."""
-        self._pacer.hear(ended.decision)
-        if self._pacer.mode is not Mode.GPU:
+        self._schedule.apply(ended.decision)
+        if self._schedule.mode is not Mode.GPU:
             drop_device_pools()  # in which the profile has tried a copy
         self._remember(ended)
         error = ended.error
         if error is None:
-            if self._agree.rank == 0:
+            if self._ranks.rank == 0:
                 _log.info("step %d saved: %s", ended.step, told(self._history[-1]))
             self.last_saved_step = ended.step
             self.failures_in_a_row = 0
@@ -596,11 +596,11 @@ class Checkpointer:
             report(_log.error, "while leaving because of another error: %s", text_of(failed))
 
 
-def _published(own_steps: OwnSteps, pacer: Pacer) -> Callable[[int], None]:
+def _published(run_history: RunHistory, schedule: SaveSchedule) -> Callable[[int], None]:
     """Return what rank 0 does in the background when a save has ended: nothing waits for it."""
 
     def clean_up(step: int) -> None:
-        own_steps.published(step)
-        pacer.store()
+        run_history.apply_retention(step)
+        schedule.store()
 
     return clean_up

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dcp_checkfreq.checkpointer.saver import Saver
 from dcp_checkfreq.checkpointer.stopping import Stopping
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.snapshot.optimizer_guard import Guard
 
@@ -22,7 +22,7 @@ class Holdings:
     stopping: Stopping
     saver: Saver
     lease: LeaseFile
-    agree: Agreement
+    ranks: Ranks
 
     def close(self) -> None:
         """Give it all back, when the save in flight has ended; all of it, whatever is raised."""
@@ -49,6 +49,6 @@ class Holdings:
             self.saver.retire(self._release)
 
     def _release(self) -> None:
-        if self.agree.rank == 0 and not self.saver.has_given_up:  # it would hang as well
+        if self.ranks.rank == 0 and not self.saver.has_given_up:  # it would hang as well
             self.lease.release()
-        self.agree.close()
+        self.ranks.close()

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.state.app_state import AppState
 
 Groups = dict[str, list[list[str]]]  # FQNs in each group of each optimizer
@@ -17,7 +17,7 @@ class Registered:
 
     Args:
         state: the parts.
-        agree: of the ranks.
+        ranks: of this job.
         planner: of their saves; hears what may differ between ranks.
         allow_pickle: values that need code to unpickle are right.
     """
@@ -25,12 +25,12 @@ class Registered:
     def __init__(
         self,
         state: AppState,
-        agree: Agreement,
+        ranks: Ranks,
         planner: CheckFreqSavePlanner,
         *,
         allow_pickle: bool,
     ) -> None:
-        self._state, self._agree, self._planner = state, agree, planner
+        self._state, self._ranks, self._planner = state, ranks, planner
         self._allow_pickle = allow_pickle
         self._optimizers_are_checked = False
 
@@ -40,10 +40,10 @@ class Registered:
         Raises:
             UnsupportedState: something could not be saved, or not be restored; on all ranks.
         """
-        self._state.follow(self._agree.decide(lambda: self._state.names, "naming the parts"))
-        with self._agree.region("looking at the parts"):
+        self._state.follow(self._ranks.on_rank_0(lambda: self._state.names, "naming the parts"))
+        with self._ranks.region("looking at the parts"):
             self._state.check(allow_pickle=self._allow_pickle)
-        groups = self._agree.combine("naming parameters", self._state.group_names, _of_all)
+        groups = self._ranks.combine("naming parameters", self._state.group_names, _of_all)
         self._state.share_groups(groups)
 
     def check_optimizers_once(self) -> None:
@@ -51,7 +51,7 @@ class Registered:
         if self._optimizers_are_checked:
             return
         names = self._state.optimizer_names()
-        with self._agree.region("looking at the optimizers"):
+        with self._ranks.region("looking at the optimizers"):
             self._state.check(allow_pickle=self._allow_pickle, names=names)
         self._optimizers_are_checked = True
 

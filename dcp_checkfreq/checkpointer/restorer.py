@@ -23,7 +23,7 @@ from dcp_checkfreq.errors import (
 )
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.torch_private import dcp_load
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.recovery.choose import (
     Choice,
@@ -74,7 +74,7 @@ class Restorer:
 
     Args:
         root: folder of the run.
-        agree: of the ranks.
+        ranks: of this job.
         state: to fill.
         lease: of this run on the root.
         clock: for the time it takes.
@@ -87,7 +87,7 @@ class Restorer:
     def __init__(
         self,
         root: Tier,
-        agree: Agreement,
+        ranks: Ranks,
         state: AppState,
         lease: LeaseFile,
         clock: Clock,
@@ -98,7 +98,7 @@ class Restorer:
         allow_pickle: bool,
     ) -> None:
         self._root = root
-        self._agree = agree
+        self._ranks = ranks
         self._state = state
         self._lease = lease
         self._clock = clock
@@ -127,7 +127,7 @@ class Restorer:
         others: set[str] = set()  # runs that may be at work there; on rank 0
         while True:
             unfinished = [] if self._copies is None else self._copies.unfinished(refused)
-            choice = self._agree.decide(
+            choice = self._ranks.on_rank_0(
                 functools.partial(
                     self._choose_soon, step, depth, fresh_start, broken, unfinished, others
                 ),
@@ -162,7 +162,7 @@ class Restorer:
             self._tidy(unfinished, {record.name: files})
             seconds = self._clock.monotonic_s() - started_s
             path = os.path.join(self._root.location, record.name)
-            if self._agree.rank == 0:
+            if self._ranks.rank == 0:
                 _log.info("restored step %d from %s in %.2f s", record.step, path, seconds)
             passed_over = choice.passed_over
             restored = Restored(
@@ -180,7 +180,7 @@ class Restorer:
             return choice, restored, local
 
     def _tell_fresh(self, choice: Choice, *, as_asked: bool) -> None:
-        if self._agree.rank != 0:
+        if self._ranks.rank != 0:
             return
         steps = sorted(record.step for record in choice.records if record.published)
         if as_asked:
@@ -205,7 +205,7 @@ class Restorer:
         problem = self._copies.verify(one)
         if problem is not None or one.is_at_hand:
             return problem
-        if self._agree.rank == 0:
+        if self._ranks.rank == 0:
             _log.info(
                 "%s is on the local disks of several nodes: its upload is finished before it is "
                 "read",
@@ -229,7 +229,7 @@ class Restorer:
     def _choose_soon(self, *given: Any) -> Choice:
         """Return what `_choose` does, or give up: on a storage that does not come back."""
         asking = Asking(
-            self._agree.watchdog, functools.partial(RecoveryFailed, self._root.location)
+            self._ranks.watchdog, functools.partial(RecoveryFailed, self._root.location)
         )
         root = noted(self._root, asking.moved)
         return asking.run(
@@ -330,32 +330,32 @@ class Restorer:
                 raise BrokenMetadata(folder.location, why) from None
 
         # Read once for all ranks: on shared file systems others might not see it yet.
-        asking = Asking(self._agree.watchdog, functools.partial(LoadFailed, self._root.location))
-        known = self._agree.decide(
+        asking = Asking(self._ranks.watchdog, functools.partial(LoadFailed, self._root.location))
+        known = self._ranks.on_rank_0(
             lambda: metadata_format.load(
                 asking.run(content, "reading .metadata", folder.location), folder.location
             ),
             "reading .metadata",
         )
         wrap = functools.partial(LoadFailed, folder.location)
-        with self._agree.region("making room for what is loaded", wrap=wrap):
+        with self._ranks.region("making room for what is loaded", wrap=wrap):
             reader = CheckFreqReader(
                 folder,
                 threads=self._threads,
                 known=known,
                 share_reads=self._share_reads,
-                agreement=self._agree,
+                agreement=self._ranks,
             )
-            reader.watchdog = self._agree.watchdog
+            reader.watchdog = self._ranks.watchdog
             restoration = self._state.restoration(known[0], folder.location, selection)
         self._settle(restoration, wrap)
-        with self._agree.dcp("loading", folder.location, wrap=wrap):
+        with self._ranks.dcp("loading", folder.location, wrap=wrap):
             dcp_load(
                 {"wanted": None},  # the planner knows what is; DCP refuses an empty one
                 storage_reader=reader,
                 planner=WantedPlanner(restoration.wanted, allow_pickle=self._allow_pickle),
-                process_group=self._agree.group,
-                no_dist=self._agree.is_alone,
+                process_group=self._ranks.group,
+                no_dist=self._ranks.is_alone,
             )
         self.bytes_read, self.bytes_received = reader.bytes_read, reader.bytes_received
         self._put_back(restoration, step, wrap)
@@ -363,24 +363,24 @@ class Restorer:
 
     def _settle(self, restoration: Restoration, wrap: Wrap) -> None:
         """Find out what of the checkpoint no rank has a place for."""
-        found = self._agree.combine(
+        found = self._ranks.combine(
             "comparing parts", restoration.unexpected, Unexpected.of_all, wrap=wrap
         )
-        with self._agree.region("comparing parts", wrap=wrap):
+        with self._ranks.region("comparing parts", wrap=wrap):
             restoration.settle(found)
 
     def _put_back(self, restoration: Restoration, step: int, wrap: Wrap) -> None:
         """Put what was loaded into the live state, on all ranks, or leave all as it was."""
-        with self._agree.region("comparing what was loaded", wrap=wrap):
+        with self._ranks.region("comparing what was loaded", wrap=wrap):
             restoration.check()
         self._settle(restoration, wrap)
         # The outer one, so that another rank's error puts back this one's parts, too.
         with (
             restoration.undone_if_it_fails(),
-            self._agree.region("putting back what was loaded", wrap=wrap),
+            self._ranks.region("putting back what was loaded", wrap=wrap),
         ):
             restoration.put_where_it_may_fail(step)
-        with self._agree.region("putting back what was loaded", wrap=wrap):
+        with self._ranks.region("putting back what was loaded", wrap=wrap):
             restoration.put_the_rest()
-        if self._agree.rank == 0:
+        if self._ranks.rank == 0:
             restoration.tell()

@@ -10,7 +10,7 @@ from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import RecoveryFailed, SaveFailed, StepsExist, WriteFailed
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.recovery.choose import Choice
 from dcp_checkfreq.recovery.clean import KnownSteps, delete_step
@@ -44,12 +44,12 @@ def place_of(root: Tier) -> str:
     return place
 
 
-class OwnSteps:
+class RunHistory:
     """What a run may write, replace and delete under its root.
 
     Args:
         root: folder of the run.
-        agree: of the ranks.
+        ranks: of this job.
         run_id: of this run, for what it saves before it restores: each restore makes a new one.
         rule: what to keep.
         threads: shard files that a rank writes at once.
@@ -59,7 +59,7 @@ class OwnSteps:
     def __init__(
         self,
         root: Tier,
-        agree: Agreement,
+        ranks: Ranks,
         run_id: str,
         rule: Retention,
         *,
@@ -67,7 +67,7 @@ class OwnSteps:
         clock: Clock,
     ) -> None:
         self._root = root
-        self._agree = agree
+        self._ranks = ranks
         self._run_id = run_id
         self._rule = rule
         self._threads = threads
@@ -95,7 +95,7 @@ class OwnSteps:
             StepsExist: the run has restored nothing, and the root holds another run's steps.
         """
         if self._lineage is None:
-            self._agree.decide(self._refuse_foreign_steps)
+            self._ranks.on_rank_0(self._refuse_foreign_steps)
             self._lineage = Lineage(run_id=self._run_id)
         writer = CheckFreqWriter(
             self._root.child(names.step_folder(step)),
@@ -135,7 +135,7 @@ class OwnSteps:
 
     def _refuse_foreign_steps(self) -> None:
         asking = Asking(
-            self._agree.watchdog, functools.partial(RecoveryFailed, self._root.location)
+            self._ranks.watchdog, functools.partial(RecoveryFailed, self._root.location)
         )
         root = noted(self._root, asking.moved)
         records = asking.run(lambda: scan(root), "looking for steps", self._root.location)
@@ -161,7 +161,7 @@ class OwnSteps:
             raise WriteFailed(folder.location, f"it cannot be looked at: {error}") from error
         return record.published and (leaves(lineage, record) or record.problem is not None)
 
-    def published(self, step: int) -> None:
+    def apply_retention(self, step: int) -> None:
         """On rank 0: let old checkpoints go. Never raises: the new one is published."""
         try:
             self._kept[step] = self._as_published(step)

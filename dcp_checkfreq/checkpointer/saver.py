@@ -31,7 +31,7 @@ from dcp_checkfreq.format.torch_private import dcp_save
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.save_record import Ended, Measured
 from dcp_checkfreq.policy.tuner import Decision
-from dcp_checkfreq.ranks.collectives import GROUP_IS_GONE, Agreement, is_agreed
+from dcp_checkfreq.ranks.collectives import GROUP_IS_GONE, Ranks, is_agreed
 from dcp_checkfreq.ranks.patience import give_up_if_stuck, wait_for
 from dcp_checkfreq.ranks.step_gate import Gate
 from dcp_checkfreq.runtime.clock import Clock
@@ -101,7 +101,7 @@ class Saver:
     """Carries out one save at a time.
 
     Args:
-        agree: of the ranks. Its group is used by the background thread during a save; the training
+        ranks: of this job. Its group is used by the background thread during a save; the training
             thread may use it only when none is in flight.
         gate: that the training thread passes.
         guard: of the optimizers.
@@ -116,7 +116,7 @@ class Saver:
 
     def __init__(
         self,
-        agree: Agreement,
+        ranks: Ranks,
         gate: Gate,
         guard: Guard,
         planner: CheckFreqSavePlanner,
@@ -126,7 +126,7 @@ class Saver:
         after_publishing: Callable[[int], None],
         decide: Callable[[int, list[Any]], Decision | None],
     ) -> None:
-        self._agree, self._gate, self._guard = agree, gate, guard
+        self._ranks, self._gate, self._guard = ranks, gate, guard
         self._planner = planner
         self._clock = clock
         self._before_writing = before_writing
@@ -140,7 +140,7 @@ class Saver:
         self._retiring: Task[None] | None = None
         self._gave_up = False
         self._pid = os.getpid()
-        planner.expect_ranks(agree.world_size)
+        planner.expect_ranks(ranks.world_size)
         watch(self)
 
     # --- on the training thread ---
@@ -224,7 +224,7 @@ class Saver:
             # The others are on their way into the save: this rank has to be there and say no.
             planner = self._refusing(step, "copying the state", error)
             stopped = None if isinstance(error, Exception) else error
-            if stopped is not None and self._agree.is_alone:
+            if stopped is not None and self._ranks.is_alone:
                 raise
         return stopped, _Save(
             step,
@@ -279,8 +279,8 @@ class Saver:
 
     def _refusing(self, step: int, doing: str, error: BaseException) -> CheckFreqSavePlanner:
         """Return a planner that tells all ranks in the save that this one cannot."""
-        told = tell(error, self._agree.rank, doing, _save_failed(step), named=False)
-        if self._agree.is_alone and isinstance(error, Exception):
+        told = tell(error, self._ranks.rank, doing, _save_failed(step), named=False)
+        if self._ranks.is_alone and isinstance(error, Exception):
             return FailingSavePlanner(error)
         return FailingSavePlanner(told.rebuilt())
 
@@ -293,7 +293,7 @@ class Saver:
         assert self._job is None
         self._start(
             _Job(step, measured, None),
-            lambda: self._agree.together("finishing a save", finish, wrap=_save_failed(step)),
+            lambda: self._ranks.together("finishing a save", finish, wrap=_save_failed(step)),
         )
 
     def _start(self, job: _Job, work: Callable[[], None]) -> None:
@@ -324,7 +324,7 @@ class Saver:
                 writer = open_writer()
             except OSError as error:
                 raise _save_failed(step)(text_of(error)) from error
-            writer.watchdog = self._agree.watchdog
+            writer.watchdog = self._ranks.watchdog
             survey = writer.survey(capture())
             structure = survey.inventory.structure
             fits = self._planned is structure or self._planned == structure
@@ -333,12 +333,12 @@ class Saver:
             found.append((writer, survey, only))
             return _Ready(step, only is not None)
 
-        with self._agree.doing("capturing the state", f"of step {step}"):
-            all_fit = self._agree.combine(
+        with self._ranks.doing("capturing the state", f"of step {step}"):
+            all_fit = self._ranks.combine(
                 "capturing the state", look, _all_ready, wrap=_save_failed(step)
             )
         writer, survey, only = found[0]
-        return writer, survey, only if all_fit and not self._agree.is_alone else None
+        return writer, survey, only if all_fit and not self._ranks.is_alone else None
 
     def ended(self, step: int | None = None) -> Ended | None:
         """Return how the save in flight has ended, or None; it is in flight no more then.
@@ -357,7 +357,7 @@ class Saver:
             self._wait_for(self._running)
         ended = job.ended
         if ended is None:
-            give_up_if_stuck(self._agree.watchdog, self._give_up)
+            give_up_if_stuck(self._ranks.watchdog, self._give_up)
         if ended is None or (step is not None and step < ended.at):
             return None
         self._job = self._running = None
@@ -379,13 +379,13 @@ class Saver:
 
     def _wait_for(self, task: Task[None] | None) -> None:
         if task is not None:
-            wait_for(task, self._agree.watchdog, self._give_up)
+            wait_for(task, self._ranks.watchdog, self._give_up)
             task.result()
 
     def _give_up(self, why: str) -> SaveFailed:
         """Give up what is going on in the background; return what the training thread raises."""
         if not self._gave_up:
-            self._agree.tell_stuck()
+            self._ranks.tell_stuck()
         self._gave_up = True
         job = self._job
         if job is None:
@@ -406,7 +406,7 @@ class Saver:
     @property
     def has_given_up(self) -> bool:
         """Whether what is going on in the background will hardly come to an end."""
-        return self._gave_up and self._agree.watchdog.stuck() is not None
+        return self._gave_up and self._ranks.watchdog.stuck() is not None
 
     @property
     def is_under_way(self) -> bool:
@@ -448,7 +448,7 @@ class Saver:
     def _work_and_meet(self, job: _Job, work: Callable[[], None]) -> None:
         # Whatever raises before the meeting is part of the outcome: the other ranks wait there.
         error = outcome_of(work, *_gives_back(job))
-        if error is None and self._agree.rank == 0:  # it begins when this is through
+        if error is None and self._ranks.rank == 0:  # it begins when this is through
             error = outcome_of(lambda: self._begin_cleaning(job.step))
         if error is not None:
             job.measured.failed = True
@@ -464,7 +464,7 @@ class Saver:
 
     def _clean_up(self, step: int) -> None:
         try:
-            with self._agree.asking("removing what is not kept"):
+            with self._ranks.asking("removing what is not kept"):
                 self._after_publishing(step)
         except Exception:  # noqa: BLE001  nothing of it concerns the training
             report(_log.exception, "step %d is saved; cleaning up after it failed", step)
@@ -477,29 +477,29 @@ class Saver:
                 # Before anything else: this thread's Python would be in the way of the loop's.
                 job.snapshot.wait()
                 measured.copy_s = job.snapshot.copy_s
-            if self._agree.rank == 0:
-                with self._agree.asking("renewing the lease"):
+            if self._ranks.rank == 0:
+                with self._ranks.asking("renewing the lease"):
                     self._before_writing()
             state = dict(job.snapshot.state) if job.snapshot is not None else {}
         except BaseException as error:  # noqa: BLE001  the others are in the save already
             planner, state = self._refusing(job.step, "copying the state", error), {}
-        if self._agree.is_gone():
+        if self._ranks.is_gone():
             raise RankLost(where, GROUP_IS_GONE)
         try:
-            with self._agree.dcp("saving", where, wrap=functools.partial(SaveFailed, where)):
+            with self._ranks.dcp("saving", where, wrap=functools.partial(SaveFailed, where)):
                 dcp_save(
                     state,
                     storage_writer=job.writer,
                     planner=planner,
-                    process_group=self._agree.group,
-                    no_dist=self._agree.is_alone,
+                    process_group=self._ranks.group,
+                    no_dist=self._ranks.is_alone,
                 )
         except BaseException as failed:
             of_all = failed.__cause__
             if isinstance(of_all, CheckpointException):
                 certain = is_certain(of_all)
             else:  # then no one but rank 0's writer could have published it, and that knows
-                certain = self._agree.rank == 0 and isinstance(failed, Exception)
+                certain = self._ranks.rank == 0 and isinstance(failed, Exception)
             if certain:
                 job.writer.abandon()
             raise
@@ -518,12 +518,12 @@ class Saver:
         """Bring what was staged on local disks to where it is published."""
         if not writer.uploads_later:
             return
-        if self._agree.rank == 0:
+        if self._ranks.rank == 0:
             _log.info("step %d is on the local disks; it is being uploaded", step)
         try:
-            with self._agree.region("uploading", wrap=_save_failed(step)):
+            with self._ranks.region("uploading", wrap=_save_failed(step)):
                 upload_and_publish(
-                    self._agree,
+                    self._ranks,
                     writer.start_upload(),
                     writer.checkpoint_id,
                     writer.publish_uploaded,
@@ -546,14 +546,14 @@ class Saver:
             told = None
             if error is not None:
                 doing, wrap = "saving", _save_failed(job.step)
-                told = tell(error, self._agree.rank, doing, wrap, named=not is_agreed(error))
+                told = tell(error, self._ranks.rank, doing, wrap, named=not is_agreed(error))
             try:
                 return _Said(told, job.facts and job.facts(), knows=True)
             except Exception as failed:  # noqa: BLE001  all ranks hear of it
                 report(_log.exception, "step %d: what it cost cannot be told", job.step)
                 own_errors.append(failed)
                 doing = "telling what a save cost"
-                return _Said(told or tell(failed, self._agree.rank, doing), None, knows=False)
+                return _Said(told or tell(failed, self._ranks.rank, doing), None, knows=False)
 
         def rule(ranks: list[_Said]) -> tuple[Told | None, Decision | None]:
             told = next((said.told for said in ranks if said.told is not None), None)
@@ -569,17 +569,17 @@ class Saver:
 
         own_errors = [] if error is None else [error]
         # First wait for the slowest rank, and only then hold the training for a moment.
-        told, decision = self._agree.combine("ending a save", own, rule)
+        told, decision = self._ranks.combine("ending a save", own, rule)
         heard: BaseException | None = None
         if told is not None:
             heard = own_errors[0] if own_errors else None
-            if heard is None or not (self._agree.is_alone or is_agreed(heard)):
+            if heard is None or not (self._ranks.is_alone or is_agreed(heard)):
                 heard = told.rebuilt()
                 heard.__cause__ = own_errors[0] if own_errors else None
             heard = as_ours(heard, _save_failed(job.step))
         passed = self._gate.hold()
         try:
-            at = self._agree.consult(passed, max) + 1
+            at = self._ranks.reduce_on_rank_0(passed, max) + 1
             # Before the gate opens: the very next step may be the one to act on it.
             job.ended = Ended(job.step, at, heard, decision)
         finally:

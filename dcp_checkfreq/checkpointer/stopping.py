@@ -14,7 +14,7 @@ from typing import Protocol
 
 from dcp_checkfreq.errors import CheckFreqError
 from dcp_checkfreq.format.torch_private import default_store
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.preemption import PreemptionWatch
 from dcp_checkfreq.ranks.step_gate import Gate
 from dcp_checkfreq.runtime.clock import Clock
@@ -65,7 +65,7 @@ class Stopping:
 
     Args:
         gate: that the training thread passes.
-        agree: of the ranks.
+        ranks: of this job.
         clock: for the deadline.
         signals: which say that the job will be ended.
         grace_s: how long the job may go on after one.
@@ -75,14 +75,14 @@ class Stopping:
     def __init__(
         self,
         gate: Gate,
-        agree: Agreement,
+        ranks: Ranks,
         clock: Clock,
         *,
         signals: Iterable[int],
         grace_s: float,
         key: str,
     ) -> None:
-        self._gate, self._agree, self._clock = gate, agree, clock
+        self._gate, self._ranks, self._clock = gate, ranks, clock
         self._signals, self._grace_s, self._key = tuple(signals), grace_s, key
         self._watch: PreemptionWatch | None = None
         self._is_ordered = False
@@ -103,9 +103,9 @@ class Stopping:
             return
         watch = PreemptionWatch(
             self._gate,
-            rank=self._agree.rank,
-            world_size=self._agree.world_size,
-            store=None if self._agree.is_alone else default_store(),
+            rank=self._ranks.rank,
+            world_size=self._ranks.world_size,
+            store=None if self._ranks.is_alone else default_store(),
             key=self._key,
             signals=self._signals,
             grace_s=self._grace_s,
@@ -196,7 +196,7 @@ class Stopping:
         deadlines_s = [one.deadline_s() for one in self._all()]
         until_s = min((one_s for one_s in deadlines_s if one_s is not None), default=0.0)
         left_s = until_s - self._clock.monotonic_s()
-        enough = self._agree.consult(left_s >= needs_s, all)
+        enough = self._ranks.reduce_on_rank_0(left_s >= needs_s, all)
         if not enough:
             report(
                 _log.warning,

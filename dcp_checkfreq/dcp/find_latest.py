@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_checkfreq import options
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.recovery.plan import Rejected, StepRecord
 from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole
 from dcp_checkfreq.staging.local_disk import LocalFolder
@@ -71,14 +71,14 @@ def find_latest_valid(
         options.check(options.FIND_LATEST_VALID, locals())
         tier, staged = _opened(root, staging_dir, storage_options)
         return _look(tier, staged, depth, [_own(staged)])
-    agreement = Agreement()
+    agreement = Ranks()
     try:
         with agreement.region("looking for the newest checkpoint"):
             options.check(options.FIND_LATEST_VALID, locals())
             tier, staged = _opened(root, staging_dir, storage_options)
             if agreement.is_alone:
                 return _look(tier, staged, depth, [_own(staged)])
-            found, refusal = agreement.consult(
+            found, refusal = agreement.reduce_on_rank_0(
                 _own(staged), functools.partial(_answer, tier, staged, depth)
             )
     finally:

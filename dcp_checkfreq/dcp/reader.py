@@ -39,7 +39,7 @@ from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Record, digest_starts
 from dcp_checkfreq.format.safe_bytes import load_object, load_tensor
 from dcp_checkfreq.format.torch_private import StorageInfo
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.ranks.watchdog import Watchdog
 from dcp_checkfreq.recovery.files import content_of
@@ -122,7 +122,7 @@ class CheckFreqReader(StorageReader):
         known: tuple[Metadata, Record | None] | None = None,
         direct_io: bool | None = None,
         share_reads: bool = False,
-        agreement: Agreement | None = None,
+        agreement: Ranks | None = None,
         staging_dir: StagingDir | None = None,
         storage_options: Mapping[str, Any] | None = None,
     ) -> None:
@@ -230,7 +230,7 @@ class CheckFreqReader(StorageReader):
             BrokenShard: see there for what became of the targets.
         """
         if self._share_reads and self._agreement is None:
-            self._agreement = Agreement()
+            self._agreement = Ranks()
             try:
                 return self.read_data(plan, planner)
             finally:
@@ -272,7 +272,7 @@ class CheckFreqReader(StorageReader):
         return self.watchdog or Watchdog(0, SystemClock())
 
     @property
-    def _sharing(self) -> Agreement | None:
+    def _sharing(self) -> Ranks | None:
         agreement = self._agreement if self._share_reads else None
         return None if agreement is None or agreement.is_alone else agreement
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dcp_checkfreq.policy.baseline import Baseline
 from dcp_checkfreq.policy.interval import least_waste_interval_steps, steps_for
 from dcp_checkfreq.policy.save_cost import (
-    Judged,
+    SaveCost,
     estimate,
     second,
     swings,
@@ -35,7 +35,7 @@ class Limits:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Needs:
+class RequiredInterval:
     """Intervals that the last saves need, in iterations.
 
     Attributes:
@@ -57,8 +57,8 @@ class Needs:
 
 
 def needs_of(
-    recent: Sequence[Judged], baseline: Baseline, limits: Limits, *, cold_stall_s: float
-) -> Needs:
+    recent: Sequence[SaveCost], baseline: Baseline, limits: Limits, *, cold_stall_s: float
+) -> RequiredInterval:
     """Return what ``recent``, the last saves with the newest last, need. At least one.
 
     ``cold_stall_s`` is how long the loop stood still for the saves before them that are not judged.
@@ -78,7 +78,7 @@ def needs_of(
         first_s = stood_s = min(stood_s, cold_stall_s)
     first = needed_steps(first_s, 0.0, base_s, limits)
     first_surely = needed_steps(first_s / CLEARLY, 0.0, base_s, limits)
-    return Needs(
+    return RequiredInterval(
         surely=max(first_surely, needed_steps(cost_s - error_s, unfinished_s, base_s, limits)),
         likely=max(first, needed_steps(cost_s, left_s, base_s, limits)),
         enough=needed_steps(cost_s, longest_s, base_s, limits),

@@ -24,7 +24,7 @@ _ROWS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Judged:
+class SaveCost:
     """What is kept of one save.
 
     Attributes:
@@ -59,7 +59,7 @@ class Estimate:
     error_s: float
 
 
-def judge(baseline: Baseline, seen: SaveSeen) -> Judged:
+def judge(baseline: Baseline, seen: SaveSeen) -> SaveCost:
     """Return what to keep of a save.
 
     If no iteration of its interval was free of saves, the interval may have ended before the save
@@ -86,7 +86,7 @@ def judge(baseline: Baseline, seen: SaveSeen) -> Judged:
     slower_s = slow_down_s(interval, base_s)
     if slower_s < -2 * math.hypot(error_s, baseline_error_s(baseline, beside)):
         slower_s = 0.0  # the baseline is outdated; that must not hide the stall
-    return Judged(
+    return SaveCost(
         cost_s=max(0.0, interval.stall_s + scale * slower_s),
         error_s=scale * error_s,
         beside_steps=scale * beside,
@@ -145,7 +145,7 @@ def swings(values: Sequence[float]) -> bool:
     return sum(one and not before for before, one in pairwise([False, *high])) >= _ROWS
 
 
-def estimate(recent: Sequence[Judged], baseline: Baseline) -> Estimate:
+def estimate(recent: Sequence[SaveCost], baseline: Baseline) -> Estimate:
     """Return what a save costs: the mean of the middle half of all that are comparable.
 
     Of two saves the cheaper one is taken, and one alone is no evidence: 0.0. The error is that of
@@ -166,7 +166,7 @@ def estimate(recent: Sequence[Judged], baseline: Baseline) -> Estimate:
     )
 
 
-def without_outdated(recent: Sequence[Judged]) -> tuple[Judged, ...]:
+def without_outdated(recent: Sequence[SaveCost]) -> tuple[SaveCost, ...]:
     """Return the saves with the costs struck out that no longer hold.
 
     Costs have changed when two of the last three saves differ from those before by more than can
@@ -226,5 +226,5 @@ def _own_s(known: Sequence[tuple[float, float]]) -> float:
     return max(_spread_s(costs), statistics.median(error for _, error in known))
 
 
-def _known(recent: Sequence[Judged]) -> list[tuple[float, float]]:
+def _known(recent: Sequence[SaveCost]) -> list[tuple[float, float]]:
     return [(judged.cost_s, judged.error_s) for judged in recent if judged.cost_s is not None]

@@ -22,7 +22,7 @@ from dcp_checkfreq.policy.profile_file import ProfileFiles
 from dcp_checkfreq.policy.save_record import Measured
 from dcp_checkfreq.policy.stored_profile import StoredProfile, fingerprint
 from dcp_checkfreq.policy.tuner import Decision, Tuning
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
@@ -37,7 +37,7 @@ class Facts:
     profile_steps: int  # iterations that ``costs`` were measured from
 
 
-class Pacer(Protocol):
+class SaveSchedule(Protocol):
     """Says when the next save is due; the same on all ranks at the same step."""
 
     @property
@@ -55,7 +55,7 @@ class Pacer(Protocol):
         """Whether the next save is measured to begin with."""
         ...
 
-    def counted(self) -> None:
+    def step_done(self) -> None:
         """Say that an iteration is done."""
         ...
 
@@ -63,7 +63,7 @@ class Pacer(Protocol):
         """Tell whether to save after this step."""
         ...
 
-    def saving(self) -> None:
+    def save_started(self) -> None:
         """Say that a save begins."""
         ...
 
@@ -75,12 +75,12 @@ class Pacer(Protocol):
         """On rank 0, in the background: keep on storage what was learned, if it is new."""
         ...
 
-    def hear(self, decision: Decision | None) -> None:
+    def apply(self, decision: Decision | None) -> None:
         """On every rank, at the same step: act on the decision."""
         ...
 
 
-class FixedPacer:
+class FixedSchedule:
     """Saves at steps that are multiples of ``every``."""
 
     wants_profile = False
@@ -90,14 +90,14 @@ class FixedPacer:
         self._every = every
         self.mode = mode
 
-    def counted(self) -> None:
+    def step_done(self) -> None:
         """Count an iteration."""
 
     def is_due(self, step: int) -> bool:
         """Tell whether to save after this step."""
         return step % self._every == 0
 
-    def saving(self) -> None:
+    def save_started(self) -> None:
         """Count from here."""
 
     def decide(self, step: int, ranks: Sequence[Facts]) -> Decision | None:
@@ -107,11 +107,11 @@ class FixedPacer:
     def store(self) -> None:
         """Keep what was learned."""
 
-    def hear(self, decision: Decision | None) -> None:
+    def apply(self, decision: Decision | None) -> None:
         """Act on the decision."""
 
 
-class TunedPacer:
+class TunedSchedule:
     """Profiles, saves once, and then every k iterations as rank 0's tuner says.
 
     Args:
@@ -185,7 +185,7 @@ class TunedPacer:
         """Whether nothing is known of this job yet."""
         return self._decision is None
 
-    def counted(self) -> None:
+    def step_done(self) -> None:
         """Count an iteration."""
         self._since += 1
 
@@ -197,7 +197,7 @@ class TunedPacer:
             return self._since >= self._profile_steps
         return self._since >= self._decision.interval_steps + self._decision.gap_steps
 
-    def saving(self) -> None:
+    def save_started(self) -> None:
         """Count from here."""
         self._since = 0
         self._waits_for_decision = self._decision is None
@@ -247,7 +247,7 @@ class TunedPacer:
             )
         )
 
-    def hear(self, decision: Decision | None) -> None:
+    def apply(self, decision: Decision | None) -> None:
         """Act on the decision."""
         self._waits_for_decision = False
         if decision is not None:
@@ -263,38 +263,38 @@ def _told(decision: Decision) -> str:
     )
 
 
-def tuned_pacer(
+def tuned_schedule(
     root: Tier,
-    agree: Agreement,
+    ranks: Ranks,
     description: list[object],
     *,
     max_overhead: float,
     mtbf_s: float | None,
     steps_per_epoch: int | None,
     mode: Mode | None,
-) -> TunedPacer:
-    """Return the pacer of a tuned run, which goes on from a stored profile if there is one.
+) -> TunedSchedule:
+    """Return the schedule of a tuned run, which goes on from a stored profile if there is one.
 
     Args:
         root: folder of the run.
-        agree: of the ranks, which all call this.
+        ranks: of this job, which all call this.
         description: plain values that say what saving this rank's state costs.
-        max_overhead: see `TunedPacer`.
-        mtbf_s: see `TunedPacer`.
-        steps_per_epoch: see `TunedPacer`.
-        mode: see `TunedPacer`.
+        max_overhead: see `TunedSchedule`.
+        mtbf_s: see `TunedSchedule`.
+        steps_per_epoch: see `TunedSchedule`.
+        mode: see `TunedSchedule`.
     """
     profiles = ProfileFiles(root)
 
-    def look_up(ranks: list[list[object]]) -> tuple[str, StoredProfile | None]:
-        job = fingerprint([agree.world_size, root.location, ranks])
+    def look_up(of_ranks: list[list[object]]) -> tuple[str, StoredProfile | None]:
+        job = fingerprint([ranks.world_size, root.location, of_ranks])
         stored = profiles.load(job)
         if stored is not None:
             _log.info("profiled before: k %d, %s", stored.interval_steps, stored.costs)
         return job, stored
 
-    job, stored = agree.consult(description, look_up)
-    return TunedPacer(
+    job, stored = ranks.reduce_on_rank_0(description, look_up)
+    return TunedSchedule(
         profiles,
         job,
         stored,

@@ -51,7 +51,7 @@ class Lap:
     updates: list[Span] = field(default_factory=list)
 
 
-class StepTimes:
+class StepTimer:
     """What the iterations of this rank took, and what of it was waiting for saves.
 
     With CUDA moments are events on the training stream, which cost nothing to record and tell how
@@ -73,13 +73,13 @@ class StepTimes:
         self._waiting: Mark = None
         self._waits: list[Span] = []  # since the last save
 
-    def entered(self) -> None:
+    def enter(self) -> None:
         """Say that `after_step` was called: an iteration is done."""
         self._entered = self._accounted = self.mark()
         if self._laps:
             self._laps[-1].ended = self._entered
 
-    def left(self, *, is_loaded: bool, is_copying: bool) -> None:
+    def exit(self, *, is_loaded: bool, is_copying: bool) -> None:
         """Say that `after_step` returns: the next iteration begins.
 
         Args:
@@ -89,22 +89,22 @@ class StepTimes:
         now = self.mark()
         self._laps.append(Lap(self._accounted or now, now, is_loaded, is_copying))
 
-    def waited_for_save(self) -> None:
+    def add_save_wait(self) -> None:
         """Say that `after_step` has waited until now for the save before."""
         self._accounted = self.mark()
         if self._laps and self._laps[-1].ended is self._entered:
             self._laps[-1].waited_until = self._accounted
 
-    def paused(self) -> None:
-        """Say that `save` was called: the iteration is held up until `resumed`."""
+    def pause(self) -> None:
+        """Say that `save` was called: the iteration is held up until `resume`."""
         self._paused = self.mark()
 
-    def waiting(self) -> None:
+    def start_wait(self) -> None:
         """Say that `save` has begun one, and only waits from now on."""
         self._waiting = self.mark()
 
-    def resumed(self, *, is_loaded: bool, is_copying: bool) -> None:
-        """Say that `save` returns, see `left`."""
+    def resume(self, *, is_loaded: bool, is_copying: bool) -> None:
+        """Say that `save` returns, see `exit`."""
         now = self.mark()
         if self._laps:
             lap = self._laps[-1]
@@ -115,13 +115,13 @@ class StepTimes:
             lap.is_copying |= is_copying
         self._paused = self._waiting = None
 
-    def waited(self, begun: Mark, ended: Mark) -> None:
+    def add_wait(self, begun: Mark, ended: Mark) -> None:
         """Take note that an update waited for a snapshot."""
         self._waits.append((begun, ended))
         if self._laps:
             self._laps[-1].waits.append((begun, ended))
 
-    def updated(self, begun: Mark, ended: Mark) -> None:
+    def add_update(self, begun: Mark, ended: Mark) -> None:
         """Take note of an update (Tw)."""
         if self._laps:
             self._laps[-1].updates.append((begun, ended))
@@ -133,7 +133,7 @@ class StepTimes:
         the loop up from now on counts for the first one after it.
         """
         if self._paused is None:
-            self.waited_for_save()
+            self.add_save_wait()
         laps = list(self._laps)
         self._laps.clear()
         self._waits.clear()

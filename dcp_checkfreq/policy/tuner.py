@@ -39,13 +39,13 @@ from dcp_checkfreq.policy.required_interval import (
     SOME,
     SURE,
     Limits,
-    Needs,
+    RequiredInterval,
     needed_steps,
     needs_of,
 )
 from dcp_checkfreq.policy.save_cost import (
     KEPT,
-    Judged,
+    SaveCost,
     judge,
     second,
     warmer,
@@ -90,7 +90,7 @@ class Tuning:
     mtbf_s: float | None
     costs: Costs
     baseline: Baseline
-    recent: tuple[Judged, ...] = ()
+    recent: tuple[SaveCost, ...] = ()
     shrinking: bool = False
     blocking_saves: int = 0
     next_blocking_saves: int = _FIRST_BLOCKING_SAVES
@@ -347,7 +347,7 @@ def _longest_s(tuning: Tuning) -> float:
     return max(judged.finish_s for judged in tuning.recent)
 
 
-def _needs(tuning: Tuning) -> Needs:
+def _needs(tuning: Tuning) -> RequiredInterval:
     return needs_of(tuning.recent, tuning.baseline, tuning.limits, cold_stall_s=tuning.cold_stall_s)
 
 

@@ -1,6 +1,6 @@
 """Rank 0 decides, all ranks hear the same. The only place that uses collectives.
 
-No rank leaves a call of `Agreement` by an error of its own: what a rank runs into is told to the
+No rank leaves a call of `Ranks` by an error of its own: what a rank runs into is told to the
 others in the meeting that they are on their way to, and all raise it. Every meeting is the same two
 collectives (all ranks tell rank 0, rank 0 tells all), so that a rank that has failed meets the
 others wherever they are.
@@ -94,7 +94,7 @@ def _in_child() -> None:
 os.register_at_fork(after_in_child=_in_child)
 
 
-class Agreement:
+class Ranks:
     """A gloo group of its own, used by nothing else, or a job of one process.
 
     Collectives of one group must come in the same order on all ranks: whoever uses `group` in a
@@ -267,7 +267,7 @@ class Agreement:
             own, message = error, self._told(error, what, wrap)
         return self._meet(message, own, rule, wrap)
 
-    def decide(
+    def on_rank_0(
         self, on_rank_0: Callable[[], T], what: str = "deciding", *, wrap: Wrap | None = None
     ) -> T:
         """Call ``on_rank_0`` on rank 0 and return its result on all ranks, or raise its error.
@@ -277,7 +277,7 @@ class Agreement:
         """
         return self.combine(what, lambda: None, lambda _: on_rank_0(), wrap=wrap)
 
-    def consult(self, value: V, rule: Callable[[list[V]], T], what: str = "deciding") -> T:
+    def reduce_on_rank_0(self, value: V, rule: Callable[[list[V]], T], what: str = "deciding") -> T:
         """Call ``rule`` on rank 0 with every rank's value; return its result, or raise, on all.
 
         Raises:
@@ -285,13 +285,13 @@ class Agreement:
         """
         return self.combine(what, lambda: value, rule)
 
-    def gather(self, value: T, what: str = "telling each other") -> list[T]:
+    def all_gather(self, value: T, what: str = "telling each other") -> list[T]:
         """Return every rank's value, in rank order, on all ranks.
 
         Raises:
             RankLost: a rank did not take part within the timeout.
         """
-        return self.consult(value, lambda values: values, what)
+        return self.reduce_on_rank_0(value, lambda values: values, what)
 
     def same(self, values: Mapping[str, object]) -> None:
         """Make sure that options are the same on all ranks.

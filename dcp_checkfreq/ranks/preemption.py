@@ -180,7 +180,7 @@ class PreemptionWatch:
             _log.warning("%s: this job will be ended", cause)
             passed = self._gate.hold()
             try:
-                self._agree(passed, cause)
+                self._ranks(passed, cause)
             finally:
                 self._gate.release()
             self._wait_for_deadline(counted)
@@ -199,7 +199,7 @@ class PreemptionWatch:
                 return self._others.heard
         return None
 
-    def _agree(self, passed: int, cause: str) -> None:
+    def _ranks(self, passed: int, cause: str) -> None:
         if self._others is None:
             self.stop_at = passed + 1
         else:

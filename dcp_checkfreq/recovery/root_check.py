@@ -8,7 +8,7 @@ from collections.abc import Collection
 
 from dcp_checkfreq.errors import BadLocation, RootDiffers
 from dcp_checkfreq.format import names
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.runtime.clock import Clock
 from dcp_checkfreq.storage.eventual import look_again
 from dcp_checkfreq.storage.tier import Tier
@@ -18,7 +18,7 @@ _log = logging.getLogger(__name__)
 _READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
-def check_root(root: Tier, agree: Agreement, run_id: str, clock: Clock) -> None:
+def check_root(root: Tier, ranks: Ranks, run_id: str, clock: Clock) -> None:
     """Make sure that all ranks see what rank 0 writes: else nothing would ever be whole.
 
     A root that cannot be written to (read-only, full, without inodes) can still be restored from:
@@ -30,12 +30,12 @@ def check_root(root: Tier, agree: Agreement, run_id: str, clock: Clock) -> None:
     """
     folder = root.child(names.RUN_FOLDER)
     probe = f"probe-{run_id}"
-    there = agree.decide(
+    there = ranks.on_rank_0(
         lambda: _leave_probe(root, folder, probe), "looking whether all ranks see the root"
     )
     sees_it = _sees_probe(folder, probe, clock) if there is None else _sees(root, there, clock)
-    blind = [rank for rank, sees in enumerate(agree.gather(sees_it)) if not sees]
-    if agree.rank == 0 and there is None:
+    blind = [rank for rank, sees in enumerate(ranks.all_gather(sees_it)) if not sees]
+    if ranks.rank == 0 and there is None:
         try:
             folder.delete(probe)
         except OSError as error:

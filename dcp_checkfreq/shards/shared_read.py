@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.runtime.crew import Crew, Task
 from dcp_checkfreq.shards.codec import bytes_of
@@ -49,7 +49,7 @@ class _Slot:
 
 
 def share(
-    agree: Agreement,
+    ranks: Ranks,
     wants: Sequence[Want],
     targets: Sequence[Taker],
     digests: Sequence[Sequence[int]],
@@ -63,7 +63,7 @@ def share(
     All ranks call it. Wants of which no other rank has the very same are left alone.
 
     Args:
-        agree: of the ranks.
+        ranks: of this job.
         wants: of this rank; ``targets`` and ``digests`` are looked up by their tickets.
         targets: see `Fetcher.fetch`.
         digests: see `Fetcher.fetch`.
@@ -79,16 +79,16 @@ def share(
     mine: dict[Range, list[Want]] = {}
     for want in wants:
         mine.setdefault(range_of(want), []).append(want)
-    chunk_bytes = min(_CHUNK_BYTES, max(1 << 20, _ALL_CHUNKS_BYTES // agree.world_size))
-    plan = rounds(agree.gather(list(mine)), chunk_bytes=chunk_bytes)
-    exchange = _Exchange(agree, mine, targets, digests, keys, fetch)
+    chunk_bytes = min(_CHUNK_BYTES, max(1 << 20, _ALL_CHUNKS_BYTES // ranks.world_size))
+    plan = rounds(ranks.all_gather(list(mine)), chunk_bytes=chunk_bytes)
+    exchange = _Exchange(ranks, mine, targets, digests, keys, fetch)
     crew = Crew(1, "checkfreq-share")  # its thread ends when that is dropped: nobody waits for it
     reading: Task[torch.Tensor | None] | None = None
     try:
         for number, chunks in enumerate(plan):
             reading = reading or crew.start(functools.partial(exchange.read, chunks))
             # Before anybody waits for bytes that will not come.
-            with agree.region("reading for other ranks"):
+            with ranks.region("reading for other ranks"):
                 read = asking.result_of(reading, "reading for other ranks", where)
                 into = exchange.room(chunks)
             reading = None
@@ -104,7 +104,7 @@ def share(
         want.ticket
         for chunks in plan
         for chunk in chunks
-        if agree.rank in chunk.wanters
+        if ranks.rank in chunk.wanters
         for wanted, _ in chunk.parts
         for want in mine[wanted]
     )
@@ -114,21 +114,21 @@ def share(
 class _Exchange:
     def __init__(
         self,
-        agree: Agreement,
+        ranks: Ranks,
         mine: Mapping[Range, Sequence[Want]],
         targets: Sequence[Taker],
         digests: Sequence[Sequence[int]],
         keys: Sequence[str],
         fetch: Fetch,
     ) -> None:
-        self._agree, self._mine = agree, mine
+        self._ranks, self._mine = ranks, mine
         self._targets, self._digests, self._keys = targets, digests, keys
         self._fetch = fetch
         self.done = Shared(frozenset())
 
     def read(self, chunks: Sequence[Chunk]) -> torch.Tensor | None:
         """Read this rank's chunk of a round, if it has one."""
-        own = next((chunk for chunk in chunks if chunk.owner == self._agree.rank), None)
+        own = next((chunk for chunk in chunks if chunk.owner == self._ranks.rank), None)
         if own is None:
             return None
         content = torch.empty(own.size_bytes, dtype=torch.uint8)
@@ -151,7 +151,7 @@ class _Exchange:
         return [
             torch.empty(chunk.size_bytes, dtype=torch.uint8)
             for chunk in chunks
-            if chunk.owner != self._agree.rank and self._agree.rank in chunk.wanters
+            if chunk.owner != self._ranks.rank and self._ranks.rank in chunk.wanters
         ]
 
     def swap(
@@ -159,7 +159,7 @@ class _Exchange:
     ) -> None:
         """Send this rank's chunk of a round, get those of others, and hand all of them on."""
         free = iter(room)
-        rank = self._agree.rank
+        rank = self._ranks.rank
         sends: list[tuple[int, torch.Tensor]] = []
         receives: list[tuple[int, torch.Tensor]] = []
         here: list[tuple[Chunk, torch.Tensor]] = []
@@ -173,7 +173,7 @@ class _Exchange:
                 receives.append((chunk.owner, content))
                 here.append((chunk, content))
                 self.done.bytes_received += chunk.size_bytes
-        self._agree.exchange(sends, receives)
+        self._ranks.exchange(sends, receives)
         for chunk, content in here:
             memory = bytes_of(content)
             at = 0

@@ -60,7 +60,7 @@ class Guard:
         optimizers: Sequence[Optimizer],
         *,
         raise_errors: bool = False,
-        around_update: GuardTimes | None = None,
+        around_update: UpdateTimer | None = None,
     ) -> None:
         self._raise_errors = raise_errors
         self._times = around_update
@@ -141,13 +141,13 @@ class Guard:
                     raise
                 report(_log.error, "this step will not be saved: %s", error)
             if times:
-                times.waited(begun, times.mark())
+                times.add_wait(begun, times.mark())
         if times:
             self._update_begun = times.mark()
 
     def _after(self, *_: Any) -> None:
         if self._times and not _is_being_captured():
-            self._times.updated(self._update_begun, self._times.mark())
+            self._times.add_update(self._update_begun, self._times.mark())
 
     def close(self) -> None:
         """Take the hooks away. May be called twice."""
@@ -162,16 +162,16 @@ def _is_being_captured() -> bool:
     return torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()
 
 
-class GuardTimes(Protocol):
+class UpdateTimer(Protocol):
     """Where a guard reports how long things took. Moments are what `mark` returns."""
 
     mark: Callable[[], Any]
 
-    def waited(self, begun: Any, ended: Any) -> None:
+    def add_wait(self, begun: Any, ended: Any) -> None:
         """Take note that an update waited for a snapshot."""
         ...
 
-    def updated(self, begun: Any, ended: Any) -> None:
+    def add_update(self, begun: Any, ended: Any) -> None:
         """Take note of an update (Tw)."""
         ...
 

@@ -286,7 +286,7 @@ class StagingArea:
             folder.delete(shard)
             folder.delete(note_of(shard))
 
-    def published(self, name: str) -> None:
+    def remove_older_than(self, name: str) -> None:
         """Act on the publication of a checkpoint: older local ones go, and its local record."""
         folder = self.folder(name)
         folder.delete(names.METADATA)

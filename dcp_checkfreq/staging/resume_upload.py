@@ -13,7 +13,7 @@ from dcp_checkfreq.commit.publish import publish
 from dcp_checkfreq.errors import BadLocation, WriteFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.recovery.root_check import is_read_only
 from dcp_checkfreq.recovery.root_id import id_of_root, make_root_id
 from dcp_checkfreq.recovery.scan import check_digests
@@ -33,16 +33,16 @@ class LocalCopies:
 
     Args:
         root: of the run, with this node's disk.
-        agree: of the ranks.
+        ranks: of this job.
         threads: shards that a rank copies or reads at once.
         clock: for the wait for files that show up late.
     """
 
     def __init__(
-        self, root: StagedTier, agree: Agreement, *, threads: int, clock: Clock | None = None
+        self, root: StagedTier, ranks: Ranks, *, threads: int, clock: Clock | None = None
     ) -> None:
         self._root = root
-        self._agree = agree
+        self._ranks = ranks
         self._threads = threads
         self._clock = clock or SystemClock()
 
@@ -54,7 +54,7 @@ class LocalCopies:
         Raises:
             BadLocation: a local disk cannot be used, on all ranks.
         """
-        root_id = self._agree.decide(self._root_id)
+        root_id = self._ranks.on_rank_0(self._root_id)
         problem = None
         try:
             self._root.area.belong_to(root_id)
@@ -63,8 +63,8 @@ class LocalCopies:
                 # As in a save, a full disk is passed by. What lies there counts for nothing.
                 _log.warning("%s is not used: %s", self._root.area.local.location, error)
             else:
-                problem = f"rank {self._agree.rank} cannot use it: {error}"
-        problems = [text for text in self._agree.gather(problem) if text is not None]
+                problem = f"rank {self._ranks.rank} cannot use it: {error}"
+        problems = [text for text in self._ranks.all_gather(problem) if text is not None]
         if problems:
             raise BadLocation(self._root.area.local.location, problems[0])
 
@@ -82,7 +82,7 @@ class LocalCopies:
         Args:
             refused: names of those that turned out damaged, with the reason.
         """
-        return self._agree.consult(
+        return self._ranks.reduce_on_rank_0(
             look(self._root), lambda ranks: find_unfinished(self._root.slow, ranks, refused)
         )
 
@@ -97,7 +97,7 @@ class LocalCopies:
                 content=one.content,
                 only=own,
             )
-        return next((text for text in self._agree.gather(problem) if text is not None), None)
+        return next((text for text in self._ranks.all_gather(problem) if text is not None), None)
 
     def finish(self, one: Unfinished, each_round: Callable[[], None]) -> None:
         """Upload what is missing on the slow side, and publish.
@@ -143,18 +143,18 @@ class LocalCopies:
             folder.upload(own, threads=self._threads, stop=stop, moved=moved)
 
         # Before the first file is there: from then on cleaning and this exclude each other.
-        self._agree.decide(reserve)
+        self._ranks.on_rank_0(reserve)
         try:
             commit.begin()
             commit.wrote()
             upload_and_publish(
-                self._agree, Upload(copy), folder.location, publish_all, each_round=each_round
+                self._ranks, Upload(copy), folder.location, publish_all, each_round=each_round
             )
         finally:
             commit.abandon()  # unless it is published: the local copies stay for the next start
             for attempt in attempts:
                 self._root.area.let_go(attempt)
-        self._tidily(lambda: self._root.area.published(name))
+        self._tidily(lambda: self._root.area.remove_older_than(name))
 
     def tidy(self, spare: Mapping[str, AbstractSet[str]]) -> None:
         """Remove from this node what attempts that are over have left, but for ``spare``.
@@ -171,7 +171,7 @@ class LocalCopies:
             _log.warning("%s: leftovers stay: %s", self._root.area.local.location, error)
 
     def _own(self, one: Unfinished) -> frozenset[str]:
-        return frozenset(file for file, rank in one.uploads.items() if rank == self._agree.rank)
+        return frozenset(file for file, rank in one.uploads.items() if rank == self._ranks.rank)
 
 
 def look(root: StagedTier) -> list[LocalFolder]:

@@ -121,7 +121,7 @@ class StagedSave:
 
     def settle(self) -> None:
         """Act on the publication of the save: it is all that stays on the local disk."""
-        self._quietly(lambda: self._area.published(self._folder.name))
+        self._quietly(lambda: self._area.remove_older_than(self._folder.name))
         self.close()
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from dcp_checkfreq.errors import CheckFreqError, WriteFailed
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.staging.staged_tier import Upload
 
 # Nobody waits in a collective for an upload: it may be still for longer than ranks wait for others.
@@ -14,7 +14,7 @@ _ROUND_S = 30.0  # ranks hear of each other at least so often while some are sti
 
 
 def upload_and_publish(
-    agree: Agreement,
+    ranks: Ranks,
     upload: Upload,
     where: str,
     publish: Callable[[], None],
@@ -27,7 +27,7 @@ def upload_and_publish(
     collective; the error of any rank stops the uploads of all.
 
     Args:
-        agree: of the ranks; nothing else uses its group meanwhile.
+        ranks: of this job; nothing else uses its group meanwhile.
         upload: of this rank. It is closed.
         where: the checkpoint, for errors.
         publish: called on rank 0 when all uploads are complete.
@@ -41,21 +41,21 @@ def upload_and_publish(
 
     def rule(are_done: list[bool]) -> bool:
         if all(are_done):
-            with agree.asking("publishing", where):
+            with ranks.asking("publishing", where):
                 publish()
             return True
-        with agree.asking("renewing the lease", where):
+        with ranks.asking("renewing the lease", where):
             each_round()
         return False
 
-    round_s = min(_ROUND_S, agree.timeout_s / 4)
+    round_s = min(_ROUND_S, ranks.timeout_s / 4)
 
     def look() -> bool:
         if not upload.wait(round_s):
             still_s = upload.still_for(round_s)
-            if still_s >= max(agree.timeout_s, _GIVE_UP_AFTER_S):
+            if still_s >= max(ranks.timeout_s, _GIVE_UP_AFTER_S):
                 upload.give_up()
-                at = f"rank {agree.rank} has been uploading, without a sign for {still_s:.0f} s"
+                at = f"rank {ranks.rank} has been uploading, without a sign for {still_s:.0f} s"
                 raise WriteFailed(where, f"the storage does not come back: {at}")
             return False
         problem = upload.problem()
@@ -63,11 +63,11 @@ def upload_and_publish(
             return True
         if isinstance(problem, CheckFreqError):
             raise problem
-        raise WriteFailed(where, f"rank {agree.rank}, while uploading: {problem}") from problem
+        raise WriteFailed(where, f"rank {ranks.rank}, while uploading: {problem}") from problem
 
     try:
-        with agree.doing("uploading", where):
-            while not agree.combine("uploading", look, rule):
+        with ranks.doing("uploading", where):
+            while not ranks.combine("uploading", look, rule):
                 pass
     finally:
         upload.close()

@@ -5,16 +5,16 @@ import threading
 import pytest
 
 from dcp_checkfreq import Checkpointer
-from dcp_checkfreq.policy.step_timer import StepTimes
+from dcp_checkfreq.policy.step_timer import StepTimer
 from dcp_checkfreq.testing import ForwardingTier, ManualClock, MemoryTier
 
 
 class Loop:
-    """A training loop in hand-set time, calling `StepTimes` where `Checkpointer` does."""
+    """A training loop in hand-set time, calling `StepTimer` where `Checkpointer` does."""
 
     def __init__(self):
         self.clock = ManualClock(monotonic_s=1000.0)
-        self.times = StepTimes(self.clock, gpu=None)
+        self.times = StepTimer(self.clock, gpu=None)
         self.taken = []
 
     def work(self, seconds_s, *, wait_s=0.0, update_s=0.0):
@@ -22,20 +22,20 @@ class Loop:
         if wait_s:
             begun = self.times.mark()
             self.clock.advance(wait_s)
-            self.times.waited(begun, self.times.mark())
+            self.times.add_wait(begun, self.times.mark())
         if update_s:
             begun = self.times.mark()
             self.clock.advance(update_s)
-            self.times.updated(begun, self.times.mark())
+            self.times.add_update(begun, self.times.mark())
 
     def step(self, *, held_s=0.0, save=False, queue_s=0.0, copy_s=0.0, loaded=False, copying=False):
-        self.times.entered()
+        self.times.enter()
         self.clock.advance(held_s)
         if save:
             self.clock.advance(queue_s)
             self.taken.append(self.times.take())
             self.clock.advance(copy_s)
-        self.times.left(is_loaded=loaded, is_copying=copying)
+        self.times.exit(is_loaded=loaded, is_copying=copying)
 
     def seen(self, number=-1):
         return self.times.resolve(self.taken[number])
@@ -145,13 +145,13 @@ def test_a_save_in_the_middle_of_an_iteration_holds_it_up_and_is_no_work():
     loop = Loop()
     loop.step()
     loop.work(1.0)
-    loop.times.paused()
+    loop.times.pause()
     loop.clock.advance(0.5)  # for the save before
     assert loop.times.take() == []
     loop.clock.advance(0.25)
-    loop.times.waiting()
+    loop.times.start_wait()
     loop.clock.advance(4.0)
-    loop.times.resumed(is_loaded=True, is_copying=False)
+    loop.times.resume(is_loaded=True, is_copying=False)
     loop.work(1.0)
     loop.step(save=True)
     got = columns(loop.seen(), "seconds", "blocked_s", "queued_s", "loaded")
@@ -180,14 +180,14 @@ def test_before_the_first_iteration_nothing_is_taken_and_waits_go_nowhere():
 def seen(monkeypatch):
     """The iterations that each save was told of."""
     told = []
-    resolve = StepTimes.resolve
+    resolve = StepTimer.resolve
 
     def telling(self, laps):
         made = resolve(self, laps)
         told.append(made)
         return made
 
-    monkeypatch.setattr(StepTimes, "resolve", telling)
+    monkeypatch.setattr(StepTimer, "resolve", telling)
     return told
 
 
@@ -264,21 +264,21 @@ def test_copies_are_measured_by_the_clock_that_was_given():
 
 def test_a_wait_for_the_save_before_that_ends_in_no_save_is_no_cost_of_saving():
     clock = ManualClock()
-    times = StepTimes(clock, gpu=None)
+    times = StepTimer(clock, gpu=None)
 
     def iteration(*, waits_s=0.0):
         clock.advance(1.0)
-        times.entered()
+        times.enter()
         if waits_s:
             clock.advance(waits_s)
-            times.waited_for_save()
-        times.left(is_loaded=False, is_copying=False)
+            times.add_save_wait()
+        times.exit(is_loaded=False, is_copying=False)
 
     iteration()
     iteration(waits_s=5.0)
     iteration()
     iteration()
-    times.entered()
+    times.enter()
     held_up, *rest = [one for one in times.resolve(times.take()) if one.blocked_s]
     assert (held_up.blocked_s, held_up.queued_s) == (5.0, 5.0)
     assert not rest

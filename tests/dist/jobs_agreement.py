@@ -548,7 +548,7 @@ def a_rank_hangs_in_a_save(shared):
     ckpt.after_step()
     ckpt.wait()
     if rank == 1:
-        ckpt._own_steps._root = StopsWhileWriting(root)
+        ckpt._run_history._root = StopsWhileWriting(root)
         subprocess.Popen(["sh", "-c", f"sleep 10; kill -CONT {os.getpid()}"])
 
     def train():

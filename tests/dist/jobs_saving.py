@@ -181,7 +181,7 @@ def checkpointer_loses_a_rank(shared):
         ckpt.restore()
         ckpt.after_step()
         ckpt.wait()
-        ckpt._own_steps._root = DiesWhileWriting(root) if rank == 1 else tier
+        ckpt._run_history._root = DiesWhileWriting(root) if rank == 1 else tier
         ckpt.after_step()
         error = caught(ckpt.wait)
     found = find_latest_valid(root, no_dist=True, depth="digest")

@@ -225,7 +225,7 @@ def left_behind(shared):
             new.restore(1)
             new.after_step()
             new.wait()
-            run_ids = {old._own_steps._lineage.run_id, new._own_steps._lineage.run_id}
+            run_ids = {old._run_history._lineage.run_id, new._run_history._lineage.run_id}
         for _ in range(2):
             old.after_step()
             answers.append(caught(old.wait))

@@ -115,7 +115,7 @@ def test_storage_that_does_not_come_back_is_told_in_a_job_of_one_process(
 ):
     tier = Slow(LocalTier(tmp_path), clock)
     with Checkpointer(tier, {"x": 1}, every=1, clock=clock) as ckpt:
-        tier.dog = ckpt._agree.watchdog
+        tier.dog = ckpt._ranks.watchdog
         ckpt.restore()
         ckpt.after_step()
         ckpt.wait()

@@ -19,7 +19,7 @@ from dcp_checkfreq.policy.observation import (
 )
 from dcp_checkfreq.policy.save_cost import (
     KEPT,
-    Judged,
+    SaveCost,
     estimate,
     judge,
     second,
@@ -29,7 +29,7 @@ from dcp_checkfreq.policy.save_cost import (
 )
 
 QUIET = Baseline(paces=(Pace(steps=50, typical_s=1.0),), noises=(0.0,))
-ONE = Judged(
+ONE = SaveCost(
     cost_s=1.0, error_s=0.0, beside_steps=4, stall_s=0.0, left_s=3.0, finish_s=3.0, persist_s=3.0,
     overlap_s=0.0, fresh=True,
 )  # fmt: skip

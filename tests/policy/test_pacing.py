@@ -1,4 +1,4 @@
-"""The pacer of a tuned run: what it hands to the tuner, what it stores, and when a save is due."""
+"""The schedule of a tuned run: what it tells the tuner and stores, and when a save is due."""
 
 from dataclasses import replace
 
@@ -8,25 +8,25 @@ from dcp_checkfreq.policy.costs import PROFILE_STEPS
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.observation import Iteration
 from dcp_checkfreq.policy.save_record import Measured
-from dcp_checkfreq.policy.save_schedule import Facts, facts_of, tuned_pacer
-from dcp_checkfreq.ranks.collectives import Agreement
+from dcp_checkfreq.policy.save_schedule import Facts, facts_of, tuned_schedule
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.testing import MemoryTier
 
 
 @pytest.fixture
-def agree():
-    one = Agreement(timeout_s=10.0)
+def ranks():
+    one = Ranks(timeout_s=10.0)
     yield one
     one.close()
 
 
 @pytest.fixture
-def pacer_of(agree):
+def schedule_of(ranks):
     root = MemoryTier()
 
     def make(max_overhead=0.035, mtbf_s=None, steps_per_epoch=None):
-        return tuned_pacer(
-            root, agree, ["a job"], max_overhead=max_overhead, mtbf_s=mtbf_s,
+        return tuned_schedule(
+            root, ranks, ["a job"], max_overhead=max_overhead, mtbf_s=mtbf_s,
             steps_per_epoch=steps_per_epoch, mode=None,
         )  # fmt: skip
 
@@ -56,30 +56,30 @@ def later(steps, call=0.0, is_first=False):
     return facts_of(rows, measured, (0, 0), is_first=is_first)
 
 
-def decide(pacer, *ranks):
-    pacer.saving()
-    pacer.hear(pacer.decide(1, list(ranks)))
-    pacer.store()
-    return pacer.interval_steps
+def decide(schedule, *ranks):
+    schedule.save_started()
+    schedule.apply(schedule.decide(1, list(ranks)))
+    schedule.store()
+    return schedule.interval_steps
 
 
-def run(pacer, call=0.0):
+def run(schedule, call=0.0):
     """See one cold save and three that are judged: what the profile said is confirmed then."""
     for number in range(4):
-        decide(pacer, later(pacer.interval_steps, call, is_first=number == 0))
+        decide(schedule, later(schedule.interval_steps, call, is_first=number == 0))
 
 
 # --- what the tuner is told ---
 
 
-def test_the_baseline_has_the_weight_of_the_iterations_that_were_measured(pacer_of):
-    pacer = pacer_of()
-    decide(pacer, profile(steps=49), profile(steps=37), profile(steps=50))
-    assert pacer._tuning.baseline.pace.steps == 37
+def test_the_baseline_has_the_weight_of_the_iterations_that_were_measured(schedule_of):
+    schedule = schedule_of()
+    decide(schedule, profile(steps=49), profile(steps=37), profile(steps=50))
+    assert schedule._tuning.baseline.pace.steps == 37
 
 
-def test_what_the_call_took_is_part_of_the_first_interval_but_not_beside_a_gpu(pacer_of):
-    assert decide(pacer_of(), profile(call=0.7)) == 20
+def test_what_the_call_took_is_part_of_the_first_interval_but_not_beside_a_gpu(schedule_of):
+    assert decide(schedule_of(), profile(call=0.7)) == 20
     facts = profile(call=0.7, gpu_bytes=(1, 10))  # the GPU has work while the host is busy
     assert facts.costs.call_s == 0.0
     assert facts.seen.call_s == 0.7
@@ -95,67 +95,67 @@ def test_a_failed_save_says_no_costs():
 # --- when a save is due ---
 
 
-def due_after(pacer):
+def due_after(schedule):
     for steps in range(1, 2000):
-        pacer.counted()
-        if pacer.is_due(steps):
+        schedule.step_done()
+        if schedule.is_due(steps):
             return steps
     return None
 
 
-def test_after_a_profile_the_first_save_is_early_and_the_one_after_it_is_not(pacer_of):
-    pacer = pacer_of()
-    assert decide(pacer, profile(persist=300.0)) == 301
-    assert due_after(pacer) == PROFILE_STEPS
-    pacer.saving()
-    assert pacer.interval_steps == 301
-    assert due_after(pacer) == 301  # the save is still under way
+def test_after_a_profile_the_first_save_is_early_and_the_one_after_it_is_not(schedule_of):
+    schedule = schedule_of()
+    assert decide(schedule, profile(persist=300.0)) == 301
+    assert due_after(schedule) == PROFILE_STEPS
+    schedule.save_started()
+    assert schedule.interval_steps == 301
+    assert due_after(schedule) == 301  # the save is still under way
 
 
-def test_after_the_early_save_the_interval_is_that_of_warm_buffers(pacer_of):
-    pacer = pacer_of()
-    decide(pacer, profile(persist=300.0))
-    assert decide(pacer, later(PROFILE_STEPS, is_first=True)) == 4
-    assert due_after(pacer) == 4
+def test_after_the_early_save_the_interval_is_that_of_warm_buffers(schedule_of):
+    schedule = schedule_of()
+    decide(schedule, profile(persist=300.0))
+    assert decide(schedule, later(PROFILE_STEPS, is_first=True)) == 4
+    assert due_after(schedule) == 4
 
 
 # --- what is stored ---
 
 
-def test_an_interval_is_taken_over_under_the_same_budget_and_failure_rate_only(pacer_of):
-    pacer = pacer_of(mtbf_s=1e5)
-    decide(pacer, profile(call=0.5))
-    run(pacer, call=0.5)
-    k = pacer.interval_steps
+def test_an_interval_is_taken_over_under_the_same_budget_and_failure_rate_only(schedule_of):
+    schedule = schedule_of(mtbf_s=1e5)
+    decide(schedule, profile(call=0.5))
+    run(schedule, call=0.5)
+    k = schedule.interval_steps
     assert k == 316  # sqrt(2 * 0.5 * 1e5)
-    assert pacer_of(mtbf_s=1e5).interval_steps == k
+    assert schedule_of(mtbf_s=1e5).interval_steps == k
     for other in ({"mtbf_s": None}, {"mtbf_s": 1e7}, {"mtbf_s": 1e5, "max_overhead": 0.01}):
-        assert pacer_of(**other)._tuning.warming
-    assert pacer_of(mtbf_s=None).interval_steps < k
+        assert schedule_of(**other)._tuning.warming
+    assert schedule_of(mtbf_s=None).interval_steps < k
 
 
-def test_deciding_stores_nothing_by_itself(pacer_of):
+def test_deciding_stores_nothing_by_itself(schedule_of):
     """The end of a save waits for the decision; on a busy disk storing takes seconds."""
-    pacer = pacer_of()
-    pacer.decide(1, [profile()])
-    assert pacer_of().interval_steps is None
-    pacer.store()
-    assert pacer_of().interval_steps == 4
+    schedule = schedule_of()
+    schedule.decide(1, [profile()])
+    assert schedule_of().interval_steps is None
+    schedule.store()
+    assert schedule_of().interval_steps == 4
 
 
-def test_an_interval_from_the_first_save_alone_is_checked_after_a_restart_too(pacer_of):
-    decide(pacer_of(), profile(persist=1e6))  # a clock that jumped
-    again = pacer_of()
+def test_an_interval_from_the_first_save_alone_is_checked_after_a_restart_too(schedule_of):
+    decide(schedule_of(), profile(persist=1e6))  # a clock that jumped
+    again = schedule_of()
     assert again.interval_steps == 1_000_000
     assert due_after(again) == PROFILE_STEPS
     assert decide(again, later(PROFILE_STEPS, is_first=True)) == 4
 
 
-def test_an_interval_that_later_saves_confirm_is_stored_as_that(pacer_of):
-    pacer = pacer_of()
-    decide(pacer, profile())
-    run(pacer)
-    assert pacer.interval_steps == 4
-    again = pacer_of()
+def test_an_interval_that_later_saves_confirm_is_stored_as_that(schedule_of):
+    schedule = schedule_of()
+    decide(schedule, profile())
+    run(schedule)
+    assert schedule.interval_steps == 4
+    again = schedule_of()
     assert again.interval_steps == 4
     assert not again._tuning.warming

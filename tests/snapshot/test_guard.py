@@ -292,10 +292,10 @@ def test_updates_and_waits_are_told_in_order(model):
             self.now += 1
             return self.now
 
-        def waited(self, begun, ended):
+        def add_wait(self, begun, ended):
             self.told.append(("waited", begun, ended))
 
-        def updated(self, begun, ended):
+        def add_update(self, begun, ended):
             self.told.append(("updated", begun, ended))
 
     times = Times()
