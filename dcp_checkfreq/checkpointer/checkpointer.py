@@ -18,7 +18,7 @@ from dcp_checkfreq.checkpointer.registered import Registered
 from dcp_checkfreq.checkpointer.restorer import Restored, Restorer
 from dcp_checkfreq.checkpointer.run_history import RunHistory, place_of
 from dcp_checkfreq.checkpointer.saver import Saver
-from dcp_checkfreq.checkpointer.stopping import Job, Stopping
+from dcp_checkfreq.checkpointer.stopping import FinalActions, Stopping
 from dcp_checkfreq.dcp.name_lengths import check_root_lengths
 from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner
 from dcp_checkfreq.errors import (
@@ -371,7 +371,7 @@ class Checkpointer:
         try:
             if not self._saver.is_busy:
                 self._parts.check_optimizers_once()
-            ended = self._saver.ended(done)
+            ended = self._saver.take_result(done)
             if ended is not None:
                 self._act_on(ended)
             if self._stopping.is_due(done):
@@ -477,7 +477,7 @@ class Checkpointer:
         self._saver.begin_finishing(unfinished.record.step, finish, measured)
 
     def _finish_in_flight(self, *, must_raise: bool = False) -> None:
-        ended = self._saver.ended()
+        ended = self._saver.wait_result()
         if ended is not None:
             self._act_on(ended, must_raise=must_raise)
 
@@ -536,7 +536,7 @@ class Checkpointer:
             last = self._history[-1] if self._history else None
             return 0.0 if last is None else last.copy_s + last.persist_s
 
-        job = Job(
+        job = FinalActions(
             settle=self._finish_in_flight,
             save=lambda: self.save(wait=True),
             takes_s=last_took_s,

@@ -76,7 +76,7 @@ class _Said:
 
 
 @dataclass(slots=True)
-class _Job:
+class _BackgroundWork:
     """What is in flight."""
 
     step: int
@@ -88,7 +88,7 @@ class _Job:
 
 
 @dataclass(slots=True)
-class _Save(_Job):
+class _SaveInFlight(_BackgroundWork):
     begun_s: float = field(kw_only=True)  # the snapshot was; the background work somewhat later
     started_s: float = field(kw_only=True)
     writer: CheckFreqWriter = field(kw_only=True)
@@ -134,7 +134,7 @@ class Saver:
         self._decide = decide
         self._crew = Crew(1, "checkfreq-save")  # one: collectives must not interleave
         self._planned: Structure | None = None  # of the state that the kept plan is for
-        self._job: _Job | None = None
+        self._job: _BackgroundWork | None = None
         self._running: Task[None] | None = None
         self._cleaning: Task[None] | None = None
         self._retiring: Task[None] | None = None
@@ -147,7 +147,7 @@ class Saver:
 
     @property
     def is_busy(self) -> bool:
-        """Whether a save was begun that `ended` has not told of yet."""
+        """Whether a save was begun that `take_result` has not returned yet."""
         return self._job is not None
 
     @property
@@ -214,7 +214,7 @@ class Saver:
         *,
         profile: bool,
         facts: Callable[[], Any],
-    ) -> tuple[BaseException | None, _Save]:
+    ) -> tuple[BaseException | None, _SaveInFlight]:
         """Begin the snapshot; return the save, and what ends this process if something does."""
         begun_s = self._clock.monotonic_s()
         planner, snapshot, stopped = self._planner, None, None
@@ -226,7 +226,7 @@ class Saver:
             stopped = None if isinstance(error, Exception) else error
             if stopped is not None and self._ranks.is_alone:
                 raise
-        return stopped, _Save(
+        return stopped, _SaveInFlight(
             step,
             measured,
             facts,
@@ -292,11 +292,11 @@ class Saver:
         """
         assert self._job is None
         self._start(
-            _Job(step, measured, None),
+            _BackgroundWork(step, measured, None),
             lambda: self._ranks.together("finishing a save", finish, wrap=_save_failed(step)),
         )
 
-    def _start(self, job: _Job, work: Callable[[], None]) -> None:
+    def _start(self, job: _BackgroundWork, work: Callable[[], None]) -> None:
         running = Task(functools.partial(self._run, job, work))
         # In this order: wherever this is interrupted, the save is known only if somebody does it.
         self._running = running
@@ -340,11 +340,11 @@ class Saver:
         writer, survey, only = found[0]
         return writer, survey, only if all_fit and not self._ranks.is_alone else None
 
-    def ended(self, step: int | None = None) -> Ended | None:
+    def take_result(self, step: int) -> Ended | None:
         """Return how the save in flight has ended, or None; it is in flight no more then.
 
         Args:
-            step: only if all ranks act on it at this step. None: wait for its end.
+            step: all ranks act on it at the same one, so it may be too early.
 
         Raises:
             SaveFailed: the storage of this rank does not come back.
@@ -353,18 +353,32 @@ class Saver:
         job = self._job
         if job is None:
             return None
-        if step is None:
-            self._wait_for(self._running)
-        ended = job.ended
-        if ended is None:
+        if job.ended is None:
             give_up_if_stuck(self._ranks.watchdog, self._give_up)
-        if ended is None or (step is not None and step < ended.at):
+        if job.ended is None or step < job.ended.at:
             return None
         self._job = self._running = None
-        return ended
+        return job.ended
+
+    def wait_result(self) -> Ended | None:
+        """Wait for the end of the save in flight, and return it; None if there is no save.
+
+        Raises:
+            SaveFailed: the storage of this rank does not come back.
+        """
+        self._check_process()
+        job = self._job
+        if job is None:
+            return None
+        self._wait_for(self._running)
+        if job.ended is None:
+            give_up_if_stuck(self._ranks.watchdog, self._give_up)
+            return None
+        self._job = self._running = None
+        return job.ended
 
     def wait(self) -> None:
-        """Return once nothing is going on in the background; `ended` tells how the save ended."""
+        """Return once nothing goes on in the background; `take_result` tells how the save ended."""
         self._check_process()
         self._wait_for(self._running)
         try:
@@ -391,7 +405,7 @@ class Saver:
         if job is None:
             return SaveFailed("what comes next", why)
         job.is_given_up = True
-        if isinstance(job, _Save) and job.writer.give_up(why):
+        if isinstance(job, _SaveInFlight) and job.writer.give_up(why):
             return PublishUnknown(job.writer.checkpoint_id, why)
         return SaveFailed(f"step {job.step}", why)
 
@@ -421,7 +435,7 @@ class Saver:
         self._wait_for(self._retiring)
 
     def problem(self) -> BaseException | None:
-        """Return why the save failed that `ended` has not told of."""
+        """Return why the save failed that `take_result` has not returned."""
         job = self._job
         ended = None if job is None or job.is_given_up else job.ended
         return None if ended is None else ended.error
@@ -441,11 +455,11 @@ class Saver:
 
     # --- in the background ---
 
-    def _run(self, job: _Job, work: Callable[[], None]) -> None:
+    def _run(self, job: _BackgroundWork, work: Callable[[], None]) -> None:
         with quick_switching():  # the training loop runs beside all of this
             self._work_and_meet(job, work)
 
-    def _work_and_meet(self, job: _Job, work: Callable[[], None]) -> None:
+    def _work_and_meet(self, job: _BackgroundWork, work: Callable[[], None]) -> None:
         # Whatever raises before the meeting is part of the outcome: the other ranks wait there.
         error = outcome_of(work, *_gives_back(job))
         if error is None and self._ranks.rank == 0:  # it begins when this is through
@@ -469,7 +483,7 @@ class Saver:
         except Exception:  # noqa: BLE001  nothing of it concerns the training
             report(_log.exception, "step %d is saved; cleaning up after it failed", step)
 
-    def _write_and_publish(self, job: _Save) -> None:
+    def _write_and_publish(self, job: _SaveInFlight) -> None:
         planner, measured = job.planner, job.measured
         where = job.writer.checkpoint_id
         try:
@@ -536,7 +550,7 @@ class Saver:
             raise
         writer.settle()
 
-    def _meet(self, job: _Job, error: BaseException | None) -> None:
+    def _meet(self, job: _BackgroundWork, error: BaseException | None) -> None:
         """Tell the other ranks, hear what rank 0 decides, and from which step on it holds."""
         if isinstance(error, RankLost):
             job.ended = Ended(job.step, 0, error, None)
@@ -594,9 +608,9 @@ def _all_ready(ranks: list[_Ready]) -> bool:
     return all(ready.plan_fits for ready in ranks)
 
 
-def _gives_back(job: _Job) -> list[Callable[[], None]]:
+def _gives_back(job: _BackgroundWork) -> list[Callable[[], None]]:
     """Return what lets go of all that a save has held, however it has ended."""
-    if not isinstance(job, _Save):
+    if not isinstance(job, _SaveInFlight):
         return []
     ends = [] if job.snapshot is None else [job.snapshot.end]
     return [job.writer.close, job.planner.let_go, *ends]

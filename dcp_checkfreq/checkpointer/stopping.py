@@ -26,7 +26,7 @@ _SAVE_TAKES = 1.5  # times as long as the last one, at most: what is left must b
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
+class FinalActions:
     """What can be done with the training at its end.
 
     Attributes:
@@ -86,7 +86,7 @@ class Stopping:
         self._signals, self._grace_s, self._key = tuple(signals), grace_s, key
         self._watch: PreemptionWatch | None = None
         self._is_ordered = False
-        self._job: Job | None = None  # once it has stopped
+        self._job: FinalActions | None = None  # once it has stopped
         self._code = 0
         self._among: list[Stopping] | None = None
 
@@ -148,7 +148,7 @@ class Stopping:
         watch = self._watch
         return watch is not None and watch.stop_at is not None and step >= watch.stop_at
 
-    def stop(self, step: int, job: Job) -> None:
+    def stop(self, step: int, job: FinalActions) -> None:
         """Save if there is time. End this process if all others in it have done that, too.
 
         All ranks call it after ``step``. One that comes again, because others have not come yet,

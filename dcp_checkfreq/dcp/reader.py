@@ -62,7 +62,7 @@ T = TypeVar("T")
 
 
 @dataclass(slots=True)
-class _Job:
+class _Item:
     """One item to read: where its bytes go, and what is left to do when they are there."""
 
     request: ReadItem
@@ -250,10 +250,10 @@ class CheckFreqReader(StorageReader):
         future.set_result(None)
         return future
 
-    def _agreed_jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Job]:
+    def _agreed_jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Item]:
         """Return the jobs of this rank; with shared reads, raise if another rank has an error."""
 
-        def jobs() -> list[_Job]:
+        def jobs() -> list[_Item]:
             with collector_held():
                 return self._jobs(plan, planner)
 
@@ -276,7 +276,7 @@ class CheckFreqReader(StorageReader):
         agreement = self._agreement if self._share_reads else None
         return None if agreement is None or agreement.is_alone else agreement
 
-    def _from_either(self, read: Callable[[Tier], T], jobs: list[_Job]) -> T:
+    def _from_either(self, read: Callable[[Tier], T], jobs: list[_Item]) -> T:
         """Read; if local copies are broken, read the slow side instead."""
         if not isinstance(self._tier, StagedTier):
             return read(self._tier)
@@ -288,7 +288,7 @@ class CheckFreqReader(StorageReader):
             job.target.start_over()
         return read(self._tier.slow)
 
-    def _share(self, tier: Tier, jobs: list[_Job], asking: Asking) -> AbstractSet[int]:
+    def _share(self, tier: Tier, jobs: list[_Item], asking: Asking) -> AbstractSet[int]:
         """Serve what other ranks want too; return the tickets of it."""
         if self._sharing is None:
             return frozenset()
@@ -311,7 +311,7 @@ class CheckFreqReader(StorageReader):
         self.bytes_received += shared.bytes_received
         return shared.tickets
 
-    def _fetch(self, tier: Tier, jobs: list[_Job], own: list[_Job], asking: Asking) -> None:
+    def _fetch(self, tier: Tier, jobs: list[_Item], own: list[_Item], asking: Asking) -> None:
         def fetch() -> int:
             with contextlib.closing(self._fetcher(tier, asking)) as fetcher:
                 return fetcher.fetch(
@@ -330,13 +330,13 @@ class CheckFreqReader(StorageReader):
         files = self._record.files if self._record else {}
         return Fetcher(tier, files, self._threads, moved=asking.moved)
 
-    def _jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Job]:
+    def _jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Item]:
         entries: dict[MetadataIndex, StorageInfo] = self._metadata.storage_data
         places = dict(zip(entries, enumerate(entries.values()), strict=True))
         starts = digest_starts(self._record.columns) if self._record else []
         if not isinstance(planner, CheckFreqLoadPlanner):  # which has checked its plan
             check_covered(plan, planner, self._metadata, self._tier.location)
-        jobs: list[_Job] = []
+        jobs: list[_Item] = []
         differing: list[str] = []
         for request in plan.items:
             place = places.get(request.storage_index)
@@ -394,7 +394,7 @@ class CheckFreqReader(StorageReader):
         digests: Sequence[int],
         kept: TensorStorageMetadata,
         tensor: torch.Tensor,
-    ) -> _Job:
+    ) -> _Item:
         if tensor.shape != request.lengths:
             raise StateMismatch(
                 self._tier.location,
@@ -417,9 +417,9 @@ class CheckFreqReader(StorageReader):
         )
         target = TensorTarget(tensor, tuple(shape), dtype, span)
         want = Want(ticket, info.relative_path, offset, start, stop, block)
-        return _Job(request, target, want, digests, tensor)
+        return _Item(request, target, want, digests, tensor)
 
-    def _hand_over(self, job: _Job, planner: LoadPlanner) -> None:
+    def _hand_over(self, job: _Item, planner: LoadPlanner) -> None:
         if job.tensor is None:
             assert isinstance(job.target, BytesTarget)
             self._check_bytes(job, planner)
@@ -430,7 +430,7 @@ class CheckFreqReader(StorageReader):
             self._unpack(job, job.tensor, job.target.data)
         planner.commit_tensor(job.request, job.tensor)
 
-    def _check_bytes(self, job: _Job, planner: LoadPlanner) -> None:
+    def _check_bytes(self, job: _Item, planner: LoadPlanner) -> None:
         """Refuse what other planners would unpickle without a second look."""
         if self._allow_pickle or isinstance(planner, CheckFreqLoadPlanner):
             return
@@ -442,7 +442,7 @@ class CheckFreqReader(StorageReader):
             allow_pickle=False,
         )
 
-    def _unpack(self, job: _Job, tensor: torch.Tensor, archive: bytearray) -> None:
+    def _unpack(self, job: _Item, tensor: torch.Tensor, archive: bytearray) -> None:
         kept = self._metadata.state_dict_metadata[job.request.storage_index.fqn]
         assert isinstance(kept, TensorStorageMetadata)
         size = _chunk_shape(kept, job.request.storage_index)
@@ -470,10 +470,10 @@ def _byte_job(
     info: StorageInfo,
     payload: tuple[int, int, int],
     digests: Sequence[int],
-) -> _Job:
+) -> _Item:
     offset, size, block = payload
     want = Want(ticket, info.relative_path, offset, 0, size, block)
-    return _Job(request, BytesTarget(size), want, digests)
+    return _Item(request, BytesTarget(size), want, digests)
 
 
 def _chunk_shape(kept: TensorStorageMetadata, index: MetadataIndex) -> torch.Size:

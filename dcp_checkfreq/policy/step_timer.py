@@ -16,7 +16,7 @@ from dcp_checkfreq.runtime.clock import Clock
 _MOST_LAPS = 4096
 
 Mark = Any  # a moment: seconds, or a CUDA event
-Span = tuple[Mark, Mark]
+MarkPair = tuple[Mark, Mark]
 
 
 def _host_seconds(begun: Mark, ended: Mark) -> float | None:
@@ -45,10 +45,10 @@ class Lap:
     ended: Mark = None  # `after_step` was called. If that waited for the save before:
     waited_until: Mark = None
     # The loop was held up in between, by a save that was asked for; some of it only to wait.
-    pauses: list[Span] = field(default_factory=list)
-    queued: list[Span] = field(default_factory=list)
-    waits: list[Span] = field(default_factory=list)
-    updates: list[Span] = field(default_factory=list)
+    pauses: list[MarkPair] = field(default_factory=list)
+    queued: list[MarkPair] = field(default_factory=list)
+    waits: list[MarkPair] = field(default_factory=list)
+    updates: list[MarkPair] = field(default_factory=list)
 
 
 class StepTimer:
@@ -71,7 +71,7 @@ class StepTimer:
         self._accounted: Mark = None
         self._paused: Mark = None
         self._waiting: Mark = None
-        self._waits: list[Span] = []  # since the last save
+        self._waits: list[MarkPair] = []  # since the last save
 
     def enter(self) -> None:
         """Say that `after_step` was called: an iteration is done."""
@@ -174,5 +174,5 @@ class StepTimer:
             )
         return made
 
-    def _sum(self, spans: list[Span]) -> float:
+    def _sum(self, spans: list[MarkPair]) -> float:
         return sum(self._seconds(begun, ended) or 0.0 for begun, ended in spans)

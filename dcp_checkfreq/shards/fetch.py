@@ -31,7 +31,7 @@ class Taker(Protocol):
 
 
 @dataclass(slots=True)
-class _Job:
+class _Fetch:
     """One call of `fetch`."""
 
     wants: Sequence[Want]
@@ -98,7 +98,7 @@ class Fetcher:
             BrokenShard: a file is missing or short, or a block fails its digest. That block and
                 those after it in its read did not reach a target; others may have.
         """
-        job = _Job(wants, targets, digests, keys)
+        job = _Fetch(wants, targets, digests, keys)
         self._check_ends(job)
         planned = windows(wants, max_bytes=BOUNCE_BYTES, max_gap_bytes=MAX_GAP_BYTES)
 
@@ -120,7 +120,7 @@ class Fetcher:
         with Crew(self._threads - 1, "checkfreq-read") as crew:  # and this thread
             return crew.run_all(jobs)
 
-    def _check_ends(self, job: _Job) -> None:
+    def _check_ends(self, job: _Fetch) -> None:
         """Make sure that all files have the right size, and enough bytes, before one is read.
 
         Before wants are planned, too: one of an absurd size would be cut into as many parts.
@@ -136,7 +136,7 @@ class Fetcher:
                     f"{job.key(want)}, of which bytes [{at}, {end}) are wanted"
                 )
 
-    def _reader(self, file: str, job: _Job) -> RangeReader:
+    def _reader(self, file: str, job: _Fetch) -> RangeReader:
         """Return an open file, checked for its size."""
         reader = self._open.get(file)
         if reader is None:
@@ -159,7 +159,7 @@ class Fetcher:
     def _broken(self, why: str) -> BrokenShard:
         return BrokenShard(self._tier.location, why)
 
-    def _read(self, window: Window, job: _Job) -> int:
+    def _read(self, window: Window, job: _Fetch) -> int:
         reader = self._reader(window.file, job)
         stop = min(window.stop, reader.size_bytes)
         size = stop - window.start
@@ -181,7 +181,7 @@ class Fetcher:
                 job.targets[want.ticket].take(want, data)
         return size
 
-    def _check(self, file: str, want: Want, data: memoryview, job: _Job) -> None:
+    def _check(self, file: str, want: Want, data: memoryview, job: _Fetch) -> None:
         digests = job.digests[want.ticket]
         if not digests:
             return

@@ -35,7 +35,7 @@ class Copy(NamedTuple):
     whole: torch.Tensor | None = None  # a DTensor: changes show in its version, not its shard's
 
 
-class Lane(Protocol):
+class PendingCopy(Protocol):
     """A copy under way."""
 
     def before_update(self) -> None:
@@ -269,7 +269,7 @@ class _QueuedCopy:
         return self._spans.seconds_s
 
 
-class _Span:
+class _StreamTimer:
     """The time on a stream between two events."""
 
     def __init__(self) -> None:
@@ -287,8 +287,8 @@ class _Span:
         return float(self.begun.elapsed_time(self.ended)) / 1000
 
 
-def _queue(copies: Sequence[Copy], stream: torch.cuda.Stream) -> _Span:
-    span = _Span()
+def _queue(copies: Sequence[Copy], stream: torch.cuda.Stream) -> _StreamTimer:
+    span = _StreamTimer()
     try:
         with torch.cuda.device(stream.device), torch.cuda.stream(stream):
             span.begun.record(stream)
@@ -308,7 +308,7 @@ def _queue(copies: Sequence[Copy], stream: torch.cuda.Stream) -> _Span:
 Copies = Mapping[torch.device, Sequence[Copy]]  # by device of the source
 
 
-def start_overlapped(copies: Copies, clock: Clock) -> Iterator[Lane]:
+def start_overlapped(copies: Copies, clock: Clock) -> Iterator[PendingCopy]:
     """Start all copies: those of host memory in one lane, those of each GPU in one of its own.
 
     Sources are detached tensors, kept alive until the lane goes. Targets have the same shape and
@@ -319,7 +319,7 @@ def start_overlapped(copies: Copies, clock: Clock) -> Iterator[Lane]:
         yield _ThreadCopy(part, clock) if device.type == "cpu" else _StreamCopy(part)
 
 
-def copy_at_once(copies: Copies) -> Iterator[Lane]:
+def copy_at_once(copies: Copies) -> Iterator[PendingCopy]:
     """Copy host memory before this ends, and queue copies from GPUs on the current streams."""
     for device, part in copies.items():
         if device.type == "cpu":

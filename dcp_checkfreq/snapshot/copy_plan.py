@@ -14,14 +14,14 @@ from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.shards.assign import next_place
 from dcp_checkfreq.shards.self_described import describes_itself, stand_in
-from dcp_checkfreq.snapshot.background_copy import Lane
+from dcp_checkfreq.snapshot.background_copy import PendingCopy
 from dcp_checkfreq.snapshot.inventory import Inventory, Piece
 from dcp_checkfreq.snapshot.optimizer_guard import Address
 from dcp_checkfreq.snapshot.pool import Lease
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class Slot:
     """Where a piece of memory is copied to.
 
     Attributes:
@@ -78,12 +78,12 @@ class CopyPlan:
             if piece is not None and piece.device.type == "cpu" and piece.address in guarded
         )
         sizes: dict[torch.device | None, int] = {}
-        self.places: list[Place | None] = []
+        self.slots: list[Slot | None] = []
         self.at_once: dict[torch.device, list[int]] = {}
         self.overlapped: dict[torch.device, list[int]] = {}
         for number, piece in enumerate(wanted):
             if piece is None:
-                self.places.append(None)
+                self.slots.append(None)
                 continue
             overlaps = piece.address in guarded and (host_overlaps or piece.device.type != "cpu")
             to_gpu = asked.on_gpu and overlaps and piece.device.type == "cuda"
@@ -91,7 +91,7 @@ class CopyPlan:
             # As in the file, so that large parts can be written from where they lie.
             offset = next_place(sizes.get(device, 0), piece.size_bytes)
             sizes[device] = offset + piece.size_bytes
-            self.places.append(Place(offset, device))
+            self.slots.append(Slot(offset, device))
             group = self.overlapped if overlaps else self.at_once
             group.setdefault(piece.device, []).append(number)
         self.host_bytes = sizes.pop(None, 0)
@@ -120,8 +120,8 @@ class Kept:
         self.targets: list[torch.Tensor | None] = []
         self.tensors: dict[int, torch.Tensor] = {}
         stands: list[torch.Tensor] = []
-        for piece, place in zip(plan.inventory.pieces, plan.places, strict=True):
-            target = None if place is None else place.part_of(leases.of(place.device).memory, piece)
+        for piece, slot in zip(plan.inventory.pieces, plan.slots, strict=True):
+            target = None if slot is None else slot.part_of(leases.of(slot.device).memory, piece)
             self.targets.append(target)
             if target is None:
                 target = torch.empty(piece.shape, dtype=piece.dtype, device="meta")
@@ -153,7 +153,7 @@ class Leases:
         self._pid = os.getpid()  # in a forked child nothing writes into it, and it is not its own
         self.host = host
         self.on_device: dict[torch.device, Lease] = {}
-        self.lanes: list[Lane] = []
+        self.pending: list[PendingCopy] = []
         self.at_once_s = 0.0
 
     def of(self, device: torch.device | None) -> Lease:
@@ -188,8 +188,8 @@ class Leases:
         """Give the memory back, once nothing writes into it any more. May be called twice."""
         if self._pid != os.getpid():
             return
-        for lane in self.lanes:
-            lane.let_go()
+        for copying in self.pending:
+            copying.let_go()
         for lease in (self.host, *self.on_device.values()):
             lease.release()
 

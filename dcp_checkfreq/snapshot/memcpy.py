@@ -28,7 +28,7 @@ class Moved(Exception):
         self.number = number
 
 
-class _Span(NamedTuple):
+class _Range(NamedTuple):
     target: int  # address
     source: int  # address
     size_bytes: int
@@ -55,7 +55,7 @@ def copy_tensors(
     Raises:
         Moved: the memory of a source was freed or replaced before it was copied.
     """
-    spans: list[_Span] = []
+    spans: list[_Range] = []
     queued = False
     for number, (source, target) in enumerate(zip(sources, targets, strict=True)):
         if source.nbytes != target.nbytes:
@@ -79,17 +79,17 @@ def copy_tensors(
 _CREW = Crew(_THREADS - 1, "checkfreq-copy")  # the caller is one of them
 
 
-def _cut(target: int, source: int, size: int, number: int) -> Iterator[_Span]:
+def _cut(target: int, source: int, size: int, number: int) -> Iterator[_Range]:
     for start in range(0, size, _SPAN_BYTES):
-        yield _Span(target + start, source + start, min(_SPAN_BYTES, size - start), number)
+        yield _Range(target + start, source + start, min(_SPAN_BYTES, size - start), number)
 
 
-def _shares(spans: Sequence[_Span]) -> list[Sequence[_Span]]:
+def _shares(spans: Sequence[_Range]) -> list[Sequence[_Range]]:
     """Split the spans into neighbouring shares of about the same number of bytes."""
     total = sum(span.size_bytes for span in spans)
     if total < _IN_THREADS_FROM_BYTES:
         return [spans]
-    shares: list[list[_Span]] = [[] for _ in range(_THREADS)]
+    shares: list[list[_Range]] = [[] for _ in range(_THREADS)]
     done = 0
     for span in spans:
         shares[min(done * _THREADS // total, _THREADS - 1)].append(span)
@@ -97,7 +97,7 @@ def _shares(spans: Sequence[_Span]) -> list[Sequence[_Span]]:
     return list(shares)
 
 
-def _move(spans: Sequence[_Span], sources: Sequence[torch.Tensor], begins: Sequence[int]) -> None:
+def _move(spans: Sequence[_Range], sources: Sequence[torch.Tensor], begins: Sequence[int]) -> None:
     for group in _groups(spans):
         # Before and after: what was freed in between may be there again, with other bytes in it.
         _check(group, sources, begins)
@@ -110,9 +110,9 @@ def _move(spans: Sequence[_Span], sources: Sequence[torch.Tensor], begins: Seque
                 raise Moved(number)
 
 
-def _groups(spans: Sequence[_Span]) -> Iterator[list[_Span]]:
+def _groups(spans: Sequence[_Range]) -> Iterator[list[_Range]]:
     """Split spans into what is copied in one call: each waits for the GIL once."""
-    group: list[_Span] = []
+    group: list[_Range] = []
     size = 0
     for span in spans:
         if group and (size + span.size_bytes > _SPAN_BYTES or len(group) == reads.MOST_SPANS):
@@ -124,7 +124,7 @@ def _groups(spans: Sequence[_Span]) -> Iterator[list[_Span]]:
         yield group
 
 
-def _check(group: Sequence[_Span], sources: Sequence[torch.Tensor], begins: Sequence[int]) -> None:
+def _check(group: Sequence[_Range], sources: Sequence[torch.Tensor], begins: Sequence[int]) -> None:
     for span in group:
         if sources[span.number].data_ptr() != begins[span.number]:
             raise Moved(span.number)

@@ -21,7 +21,7 @@ from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.shards.self_described import describes_itself, to_pickle
 from dcp_checkfreq.snapshot.background_copy import (
     Copy,
-    Lane,
+    PendingCopy,
     copy_at_once,
     start_overlapped,
 )
@@ -65,13 +65,13 @@ class Snapshot:
     def __init__(
         self,
         state: dict[str, Any],
-        lanes: Sequence[Lane],
+        pending: Sequence[PendingCopy],
         at_once_s: float,
         copied_bytes: int,
         state_bytes: int,
     ) -> None:
         self.state = state
-        self._lanes = lanes
+        self._pending = pending
         self._at_once_s = at_once_s
         self.copied_bytes = copied_bytes
         self.state_bytes = state_bytes
@@ -82,13 +82,13 @@ class Snapshot:
         Raises:
             SnapshotFailed: the copy failed; this snapshot must not be saved.
         """
-        for lane in self._lanes:
-            lane.before_update()
+        for copying in self._pending:
+            copying.before_update()
 
     def wait(self) -> None:
         """On any thread: return once the copy is complete. Raises the same."""
-        for lane in self._lanes:
-            lane.wait()
+        for copying in self._pending:
+            copying.wait()
 
     def end(self) -> None:
         """Let go of the copy: it is on storage, or given up."""
@@ -116,12 +116,12 @@ class Snapshot:
     @property
     def is_done(self) -> bool:
         """Whether nothing is being copied any more."""
-        return all(lane.is_done for lane in self._lanes)
+        return all(copying.is_done for copying in self._pending)
 
     @property
     def copy_s(self) -> float:
         """How long copying took, at once and beside training; call it after `wait`."""
-        return self._at_once_s + max((lane.seconds_s for lane in self._lanes), default=0.0)
+        return self._at_once_s + max((copying.seconds_s for copying in self._pending), default=0.0)
 
 
 class Stager:
@@ -224,7 +224,7 @@ class Stager:
         self._leases = staged.leases = leases
         return Snapshot(
             staged,
-            leases.lanes,
+            leases.pending,
             leases.at_once_s,
             plan.copied_bytes,
             survey.inventory.state_bytes,
@@ -238,13 +238,13 @@ class Stager:
     def _copy(self, survey: Survey, plan: CopyPlan, leases: Leases) -> _Staged:
         kept = leases.kept(plan, survey.values)
         begun_s = self._clock.monotonic_s()
-        for lane in copy_at_once(_copies(plan.at_once, survey, kept)):
-            leases.lanes.append(lane)
+        for copying in copy_at_once(_copies(plan.at_once, survey, kept)):
+            leases.pending.append(copying)
         leases.at_once_s = self._clock.monotonic_s() - begun_s
         staged = _Staged(_rebuilt(survey.tree, kept.tensors, survey.values))
         # Last: a thread that copies would be in the way of all of the above.
-        for lane in start_overlapped(_copies(plan.overlapped, survey, kept), self._clock):
-            leases.lanes.append(lane)
+        for copying in start_overlapped(_copies(plan.overlapped, survey, kept), self._clock):
+            leases.pending.append(copying)
         return staged
 
     @property
@@ -255,8 +255,8 @@ class Stager:
     def check(self) -> None:
         """Raise `SnapshotFailed` if the snapshot that is held turned out to be torn."""
         if self._leases is not None:
-            for lane in self._leases.lanes:
-                lane.wait()
+            for copying in self._leases.pending:
+                copying.wait()
 
     def handed_to(self, worker: threading.Thread) -> None:
         """Name the thread that writes the snapshot out; its end ends the lease."""
@@ -286,11 +286,11 @@ def gpu_copy_s(survey: Survey, guarded: AbstractSet[Address]) -> float | None:
         except SnapshotFailed:
             return None
         copies = [
-            Copy("", local, place.part_of(lease.memory, piece))
-            for piece, place, local in zip(
-                plan.inventory.pieces, plan.places, survey.locals, strict=True
+            Copy("", local, slot.part_of(lease.memory, piece))
+            for piece, slot, local in zip(
+                plan.inventory.pieces, plan.slots, survey.locals, strict=True
             )
-            if place is not None and place.device == device
+            if slot is not None and slot.device == device
         ]
         try:
             for warm in (False, True):

@@ -4,7 +4,7 @@ import pytest
 import torch.distributed as dist
 
 from dcp_checkfreq.data import ResumableBatchSampler, ResumableLoader
-from dcp_checkfreq.data.order.ranks import Place, resolve
+from dcp_checkfreq.data.order.ranks import DataRank, resolve
 
 
 @pytest.fixture
@@ -20,11 +20,11 @@ def as_rank_2_of_3(monkeypatch):
 
 
 def test_alone_without_a_group_and_as_told_with_one(as_rank_2_of_3):
-    assert resolve(None, None) == Place(0, 1, assumed=True)
-    assert resolve(1, 4) == Place(1, 4)
+    assert resolve(None, None) == DataRank(0, 1, assumed=True)
+    assert resolve(1, 4) == DataRank(1, 4)
     as_rank_2_of_3()
-    assert resolve(None, None) == Place(2, 3)
-    assert resolve(1, 4) == Place(1, 4)
+    assert resolve(None, None) == DataRank(2, 3)
+    assert resolve(1, 4) == DataRank(1, 4)
 
 
 @pytest.mark.parametrize("told", [(0, None), (None, 2)])

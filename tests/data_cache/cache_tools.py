@@ -86,10 +86,13 @@ def whole_in(root):
 def look(root):
     """Return (charged bytes on disk, what the books say or None if they ask to be counted)."""
     root = pathlib.Path(root)
-    with locked_books(str(root / "books"), _boot(), SystemClock(), 30.0) as books:
+    with locked_books(str(root / "books"), _boot(), SystemClock(), 30.0) as byte_count:
         files = [*(root / "partial").iterdir(), *whole_in(root)]
         on_disk = sum(charge_bytes(file.stat().st_size) for file in files)
-        return on_disk, None if books.must_count or books.must_clear else books.used_bytes
+        return (
+            on_disk,
+            None if byte_count.must_count or byte_count.must_clear else byte_count.used_bytes,
+        )
 
 
 def start_child(script, *args, **kwargs):

@@ -10,7 +10,7 @@ from dcp_checkfreq.data.cache.file_cache import _boot
 from dcp_checkfreq.runtime.clock import SystemClock
 
 root = pathlib.Path(sys.argv[1])
-with locked_books(str(root / "books"), _boot(), SystemClock(), 10.0) as books:
-    books.begin()
+with locked_books(str(root / "books"), _boot(), SystemClock(), 10.0) as byte_count:
+    byte_count.begin()
     next(path for path in (root / "whole").rglob("*") if path.is_file()).unlink()
     os.kill(os.getpid(), signal.SIGKILL)

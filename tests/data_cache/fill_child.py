@@ -5,14 +5,14 @@ import signal
 import sys
 
 from dcp_checkfreq.data.cache.file_cache import _boot
-from dcp_checkfreq.data.cache.folder import Shelf
+from dcp_checkfreq.data.cache.folder import CacheFolder
 from dcp_checkfreq.runtime.clock import SystemClock
 
 root, max_bytes, name, size_bytes = sys.argv[1], int(sys.argv[2]), sys.argv[3], int(sys.argv[4])
-shelf = Shelf(root, max_bytes, evicts=True, low=0.9, clock=SystemClock(), boot=_boot())
-shelf.prepare()
-partial, _ = shelf.claim(name)
-assert shelf.reserve(partial, size_bytes)
+folder = CacheFolder(root, max_bytes, evicts=True, low=0.9, clock=SystemClock(), boot=_boot())
+folder.prepare()
+partial, _ = folder.claim(name)
+assert folder.reserve(partial, size_bytes)
 os.pwrite(partial.fd, b"?" * (size_bytes // 2), 0)
 print("half", flush=True)
 signal.pause()

@@ -44,43 +44,47 @@ def test_no_damage_passes_for_a_record(record, data):
 
 
 def test_a_new_file_is_not_trusted(path):
-    with books_at(path) as books:
-        assert books.must_clear
-        assert books.must_count
+    with books_at(path) as byte_count:
+        assert byte_count.must_clear
+        assert byte_count.must_count
 
 
 def test_what_is_ended_is_found_and_seen_at_a_glance(path):
-    with books_at(path) as books:
-        books.begin()
-        books.used_bytes = 123
+    with books_at(path) as byte_count:
+        byte_count.begin()
+        byte_count.used_bytes = 123
     assert peek(path, "here") == 123
-    with books_at(path) as books:
-        assert (books.used_bytes, books.must_count, books.must_clear) == (123, False, False)
+    with books_at(path) as byte_count:
+        assert (byte_count.used_bytes, byte_count.must_count, byte_count.must_clear) == (
+            123,
+            False,
+            False,
+        )
 
 
 def test_what_was_begun_and_not_ended_must_be_counted(path):
-    with books_at(path) as books:
-        books.begin()
+    with books_at(path) as byte_count:
+        byte_count.begin()
     with pytest.raises(KeyError):
         fail_with_books_begun(path)
     assert peek(path, "here") is None
-    with books_at(path) as books:
-        assert books.must_count
-        assert not books.must_clear
+    with books_at(path) as byte_count:
+        assert byte_count.must_count
+        assert not byte_count.must_clear
 
 
 def fail_with_books_begun(path):
-    with books_at(path) as books:
-        books.begin()
+    with books_at(path) as byte_count:
+        byte_count.begin()
         raise KeyError
 
 
 def test_a_record_of_another_boot_is_not_trusted(path):
-    with books_at(path) as books:
-        books.begin()
+    with books_at(path) as byte_count:
+        byte_count.begin()
     assert peek(path, "there") is None
-    with books_at(path, boot="there") as books:
-        assert books.must_clear
+    with books_at(path, boot="there") as byte_count:
+        assert byte_count.must_clear
 
 
 def test_only_one_has_the_books(path):

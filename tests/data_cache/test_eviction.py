@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from dcp_checkfreq.data.cache.eviction import (
     BLOCK_BYTES,
-    Entry,
+    CachedFile,
     bytes_to_free,
     charge_bytes,
     plan_eviction,
@@ -14,7 +14,9 @@ from dcp_checkfreq.data.cache.eviction import (
 
 SIZES = st.integers(0, 1 << 40)
 ENTRIES = st.lists(
-    st.builds(Entry, st.text("abcdef", min_size=1), st.integers(0, 50_000), st.integers(0, 20)),
+    st.builds(
+        CachedFile, st.text("abcdef", min_size=1), st.integers(0, 50_000), st.integers(0, 20)
+    ),
     unique_by=lambda entry: entry.name,
 )
 
@@ -82,7 +84,7 @@ def lru_hit_rate(count, capacity, *, low, epochs=6):
                     max_bytes=capacity * BLOCK_BYTES,
                     low=low,
                 )
-                entries = [Entry(str(name), 1, used) for name, used in last_use.items()]
+                entries = [CachedFile(str(name), 1, used) for name, used in last_use.items()]
                 for victim in plan_eviction(entries, free_bytes=free) if free else []:
                     del last_use[int(victim.name)]
             last_use[item] = now

@@ -10,7 +10,7 @@ import pytest
 from cache_tools import look, partials_in, start_child, whole_in
 
 from dcp_checkfreq.data.cache.file_cache import _boot
-from dcp_checkfreq.data.cache.folder import Shelf
+from dcp_checkfreq.data.cache.folder import CacheFolder
 from dcp_checkfreq.runtime.clock import SystemClock
 from dcp_checkfreq.testing import ManualClock
 
@@ -23,88 +23,88 @@ def root(tmp_path):
 
 
 def shelf_at(root, max_bytes=64 * KIB, *, evicts=True, low=0.5, clock=None, boot=None):
-    shelf = Shelf(
+    folder = CacheFolder(
         root, max_bytes, evicts=evicts, low=low, clock=clock or SystemClock(), boot=boot or _boot()
     )
-    shelf.prepare()
-    return shelf
+    folder.prepare()
+    return folder
 
 
-def put(shelf, name, size_bytes=8 * KIB):
+def put(folder, name, size_bytes=8 * KIB):
     """Put a file there, and return it held; None if there is no room."""
-    partial, is_whole = shelf.claim(name)
+    partial, is_whole = folder.claim(name)
     assert not is_whole
-    if not shelf.reserve(partial, size_bytes):
-        shelf.abandon(partial)
+    if not folder.reserve(partial, size_bytes):
+        folder.abandon(partial)
         return None
     os.pwrite(partial.fd, name[:1].encode() * size_bytes, 0)
-    return shelf.publish(partial, name)
+    return folder.publish(partial, name)
 
 
-def has(shelf, name):
-    file = shelf.hold(name)
+def has(folder, name):
+    file = folder.hold(name)
     if file is not None:
         file.close()
     return file is not None
 
 
 def test_a_filled_file_is_there_whole_read_only_and_counted(root):
-    shelf = shelf_at(root)
-    file = put(shelf, "aa", 5000)
+    folder = shelf_at(root)
+    file = put(folder, "aa", 5000)
     assert pathlib.Path(file.path).read_bytes() == b"a" * 5000
     assert os.stat(file.path).st_mode & 0o222 == 0
-    assert shelf.used_bytes() == 8 * KIB
+    assert folder.used_bytes() == 8 * KIB
     assert partials_in(root) == []
     file.close()
     assert has(shelf_at(root), "aa")
 
 
 def test_nothing_is_served_before_it_is_published(root):
-    shelf = shelf_at(root)
-    partial, _ = shelf.claim("aa")
-    shelf.reserve(partial, 8 * KIB)
-    assert shelf.hold("aa") is None
-    assert shelf.used_bytes() == 8 * KIB, "the room is taken before the first byte"
-    shelf.abandon(partial)
-    assert shelf.used_bytes() == 0
+    folder = shelf_at(root)
+    partial, _ = folder.claim("aa")
+    folder.reserve(partial, 8 * KIB)
+    assert folder.hold("aa") is None
+    assert folder.used_bytes() == 8 * KIB, "the room is taken before the first byte"
+    folder.abandon(partial)
+    assert folder.used_bytes() == 0
     assert partials_in(root) == []
 
 
 def test_an_empty_file_takes_no_room(root):
-    shelf = shelf_at(root)
-    put(shelf, "aa", 0).close()
-    assert has(shelf, "aa")
-    assert shelf.used_bytes() == 0
+    folder = shelf_at(root)
+    put(folder, "aa", 0).close()
+    assert has(folder, "aa")
+    assert folder.used_bytes() == 0
 
 
 def test_the_least_recently_used_go_first_and_down_to_the_low_mark(root):
     clock = ManualClock()
-    shelf = shelf_at(root, clock=clock)
+    folder = shelf_at(root, clock=clock)
     for name in "abcdefgh":
-        put(shelf, name).close()
+        put(folder, name).close()
         clock.advance(1)
     for name in "ba":
-        file = shelf.hold(name)
-        shelf.touch(file)
+        file = folder.hold(name)
+        folder.touch(file)
         file.close()
         clock.advance(1)
-    put(shelf, "i").close()
+    put(folder, "i").close()
     assert "".join(sorted(path.name for path in whole_in(root))) == "abhi"
     assert look(root) == (32 * KIB, 32 * KIB)
 
 
 def test_what_is_held_stays_though_everything_else_goes(root):
-    shelf = shelf_at(root)
-    held = put(shelf, "a")
+    folder = shelf_at(root)
+    held = put(folder, "a")
     for name in "bcdefghijklmn":
-        put(shelf, name).close()
+        put(folder, name).close()
     assert pathlib.Path(held.path).read_bytes() == b"a" * 8 * KIB
     held.close()
 
 
 def test_a_file_evicted_between_its_opening_and_its_lock_is_not_served(root, monkeypatch):
-    shelf = shelf_at(root)
-    file = put(shelf, "a")
+    folder = shelf_at(root)
+    file = put(folder, "a")
     path = file.path
     file.close()
     flock = fcntl.flock
@@ -115,15 +115,15 @@ def test_a_file_evicted_between_its_opening_and_its_lock_is_not_served(root, mon
         flock(fd, operation)
 
     monkeypatch.setattr(fcntl, "flock", evicted_first)
-    assert shelf.hold("a") is None
+    assert folder.hold("a") is None
 
 
 def test_if_all_is_held_there_is_no_room(root):
-    shelf = shelf_at(root)
-    held = [put(shelf, name) for name in "abcdefgh"]
-    assert put(shelf, "i") is None
+    folder = shelf_at(root)
+    held = [put(folder, name) for name in "abcdefgh"]
+    assert put(folder, "i") is None
     held.pop().close()
-    held.append(put(shelf, "j"))
+    held.append(put(folder, "j"))
     assert held[-1] is not None
     for file in held:
         file.close()
@@ -131,56 +131,56 @@ def test_if_all_is_held_there_is_no_room(root):
 
 def test_a_file_used_since_the_plan_was_made_is_not_evicted_by_it(root):
     clock = ManualClock()
-    shelf = shelf_at(root, 80 * 4 * KIB, low=0.01, clock=clock)
+    folder = shelf_at(root, 80 * 4 * KIB, low=0.01, clock=clock)
     names = [f"{number:03d}" for number in range(145)]
     for name in names[:81]:  # the last one evicts a batch of 64; the plan has 15 more
-        put(shelf, name, 4 * KIB).close()
+        put(folder, name, 4 * KIB).close()
         clock.advance(1)
-    assert not has(shelf, names[63])
-    assert has(shelf, names[64])
-    file = shelf.hold(names[64])
-    shelf.touch(file)
+    assert not has(folder, names[63])
+    assert has(folder, names[64])
+    file = folder.hold(names[64])
+    folder.touch(file)
     file.close()
     for name in names[81:]:
-        put(shelf, name, 4 * KIB).close()
+        put(folder, name, 4 * KIB).close()
         clock.advance(1)
-    assert has(shelf, names[64])
-    assert not has(shelf, names[65])
+    assert has(folder, names[64])
+    assert not has(folder, names[65])
 
 
 def test_keep_evicts_nothing_and_sees_at_a_glance_that_it_is_full(root):
-    shelf = shelf_at(root, evicts=False)
+    folder = shelf_at(root, evicts=False)
     for name in "abcdefgh":
-        assert not shelf.is_full_for(1)
-        put(shelf, name).close()
-    assert shelf.is_full_for(1)
-    assert put(shelf, "i") is None
-    assert all(has(shelf, name) for name in "abcdefgh")
+        assert not folder.is_full_for(1)
+        put(folder, name).close()
+    assert folder.is_full_for(1)
+    assert put(folder, "i") is None
+    assert all(has(folder, name) for name in "abcdefgh")
 
 
 def test_the_room_of_a_killed_writer_is_found_again_without_a_restart(root):
-    shelf = shelf_at(root, evicts=False)
+    folder = shelf_at(root, evicts=False)
     child = start_child("fill_child.py", root, 64 * KIB, "zz", 64 * KIB)
     assert child.stdout.readline() == "half\n"
-    assert put(shelf, "a") is None, "the writer lives: its room is taken"
+    assert put(folder, "a") is None, "the writer lives: its room is taken"
     assert partials_in(root) == ["zz"]
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    assert not shelf.is_full_for(8 * KIB), "a partial is there that may be dead"
-    put(shelf, "a").close()
+    assert not folder.is_full_for(8 * KIB), "a partial is there that may be dead"
+    put(folder, "a").close()
     assert partials_in(root) == []
     assert look(root) == (8 * KIB, 8 * KIB)
 
 
 def test_who_wants_the_file_of_a_killed_writer_takes_it_over_clean(root):
-    shelf = shelf_at(root)
+    folder = shelf_at(root)
     child = start_child("fill_child.py", root, 64 * KIB, "zz", 64 * KIB)
     assert child.stdout.readline() == "half\n"
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    file = put(shelf, "zz", 12 * KIB)
+    file = put(folder, "zz", 12 * KIB)
     assert pathlib.Path(file.path).read_bytes() == b"z" * 12 * KIB
     file.close()
     assert look(root) == (12 * KIB, 12 * KIB)
@@ -194,15 +194,15 @@ def test_start_sweeps_what_dead_writers_left(root):
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    shelf = shelf_at(root)
+    folder = shelf_at(root)
     assert partials_in(root) == []
-    assert shelf.used_bytes() == 0
+    assert folder.used_bytes() == 0
 
 
 def test_one_that_wants_a_file_that_another_one_fills_waits_and_gets_it(root):
-    shelf = shelf_at(root)
-    partial, _ = shelf.claim("aa")
-    shelf.reserve(partial, 8 * KIB)
+    folder = shelf_at(root)
+    partial, _ = folder.claim("aa")
+    folder.reserve(partial, 8 * KIB)
     got = []
 
     def claim():
@@ -214,7 +214,7 @@ def test_one_that_wants_a_file_that_another_one_fills_waits_and_gets_it(root):
     for thread in threads:
         thread.start()
     assert got == []
-    shelf.publish(partial, "aa").close()
+    folder.publish(partial, "aa").close()
     for thread in threads:
         thread.join()
     assert got == [True] * 4
@@ -222,24 +222,24 @@ def test_one_that_wants_a_file_that_another_one_fills_waits_and_gets_it(root):
 
 
 def test_waiting_for_one_that_never_fills_it_ends(root):
-    shelf = shelf_at(root)
-    partial, _ = shelf.claim("aa")
+    folder = shelf_at(root)
+    partial, _ = folder.claim("aa")
     clock = ManualClock()
     with pytest.raises(TimeoutError):
         shelf_at(root, clock=clock).claim("aa")
     assert 120 <= clock.monotonic_s() < 121
-    shelf.abandon(partial)
+    folder.abandon(partial)
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 90, b"checkfreq-cache-1 5 ended x 00000000\n"])
 def test_damaged_books_cost_the_files_and_nothing_else(root, content):
-    shelf = shelf_at(root)
-    put(shelf, "aa").close()
+    folder = shelf_at(root)
+    put(folder, "aa").close()
     with open(os.path.join(root, "books"), "wb") as file:
         file.write(content)
-    assert shelf.used_bytes() == 0
-    assert not has(shelf, "aa"), "after a power loss it might be hollow"
-    put(shelf, "aa").close()
+    assert folder.used_bytes() == 0
+    assert not has(folder, "aa"), "after a power loss it might be hollow"
+    put(folder, "aa").close()
     assert look(root) == (8 * KIB, 8 * KIB)
 
 
@@ -252,20 +252,20 @@ def test_the_files_of_another_boot_are_not_served(root):
 
 
 def test_a_death_in_the_middle_of_a_change_is_counted_anew(root):
-    shelf = shelf_at(root)
-    put(shelf, "aa").close()
-    put(shelf, "bb").close()
+    folder = shelf_at(root)
+    put(folder, "aa").close()
+    put(folder, "bb").close()
     child = start_child("die_in_books_child.py", root)
     child.wait()
     child.stdout.close()
     assert look(root) == (8 * KIB, None)
-    assert shelf.used_bytes() == 8 * KIB
+    assert folder.used_bytes() == 8 * KIB
     assert look(root) == (8 * KIB, 8 * KIB)
 
 
 def test_a_smaller_bound_holds_from_the_start_also_for_keep(root):
-    shelf = shelf_at(root, evicts=False)
+    folder = shelf_at(root, evicts=False)
     for name in "abcdefgh":
-        put(shelf, name).close()
+        put(folder, name).close()
     shelf_at(root, 32 * KIB, evicts=False, low=1.0)
     assert look(root) == (32 * KIB, 32 * KIB)

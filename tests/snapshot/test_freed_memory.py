@@ -79,8 +79,8 @@ def test_memory_that_goes_after_it_was_copied_is_no_harm(way):
     state = {"moving": torch.arange(BYTES // 4)}
     everything = {piece.address for piece in Survey(state).inventory.pieces}
     snapshot = stager.begin(stager.survey(state), guarded=everything)
-    (lane,) = snapshot._lanes
-    assert lane._copying.problem() is None
+    (copying,) = snapshot._pending
+    assert copying._copying.problem() is None
     way(state["moving"])
     snapshot.before_update()
     snapshot.wait()

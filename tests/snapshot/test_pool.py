@@ -37,11 +37,11 @@ def test_memory_is_kept_and_reused_and_grows_when_it_must():
     pool = BufferPool()
     assert pool.held_bytes == 0
     first = pool.lease(3 * MIB)
-    place = first.memory.data_ptr()
+    slot = first.memory.data_ptr()
     assert pool.held_bytes == 4 * MIB
     first.release()
     again = pool.lease(2 * MIB)
-    assert again.memory.data_ptr() == place
+    assert again.memory.data_ptr() == slot
     assert again.memory.nbytes == 2 * MIB
     again.release()
     pool.lease(9 * MIB).release()
@@ -180,15 +180,15 @@ def test_many_background_saves_keep_their_own_values_in_one_buffer():
 
 def test_writers_made_anew_reuse_the_process_wide_buffer():
     root, weight = MemoryTier(), torch.zeros(3 * MIB)
-    places, held = set(), set()
+    slots, held = set(), set()
     for step in range(3):
         writer = CheckFreqWriter(root.child(f"step_{step}"))
         staged = writer.stage({"w": weight})
-        places.add(staged["w"].data_ptr())
+        slots.add(staged["w"].data_ptr())
         held.add(PROCESS_POOL.held_bytes)
         dcp.save(staged, storage_writer=writer)
         del staged
-    assert len(places) == len(held) == 1
+    assert len(slots) == len(held) == 1
 
 
 @pytest.mark.parametrize("verb", ["write_shard", "create"])

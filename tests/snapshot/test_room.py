@@ -140,13 +140,13 @@ def test_a_save_that_is_interrupted_while_it_is_begun_leaves_nothing(monkeypatch
         ckpt.after_step()
         ckpt.wait()
         main = threading.get_ident()
-        for place in range(0, 400, 7):
+        for slot in range(0, 400, 7):
             seen = [0]
 
-            def trace(frame, event, arg, seen=seen, place=place):
+            def trace(frame, event, arg, seen=seen, slot=slot):
                 if event == "call" and "snapshot" in frame.f_code.co_filename:
                     seen[0] += 1
-                    if seen[0] == place and threading.get_ident() == main:
+                    if seen[0] == slot and threading.get_ident() == main:
                         raise KeyboardInterrupt
                 return
 

@@ -14,7 +14,7 @@ _MAGIC = "checkfreq-cache-1"
 _READ_BYTES = 4096  # more than a record has
 
 
-class Books:
+class ByteCount:
     """The record while it is locked.
 
     Attributes:
@@ -47,7 +47,7 @@ class Books:
 
 
 @contextmanager
-def locked_books(path: str, boot: str, clock: Clock, wait_s: float) -> Iterator[Books]:
+def locked_books(path: str, boot: str, clock: Clock, wait_s: float) -> Iterator[ByteCount]:
     """Give the record, locked. An error inside leaves it begun: the next one counts.
 
     Raises:
@@ -60,9 +60,9 @@ def locked_books(path: str, boot: str, clock: Clock, wait_s: float) -> Iterator[
             file.lock_within(wait_s, clock, shared=False)
             if not file.is_at(path):
                 continue  # removed with the whole cache while we waited
-            books = Books(file, boot)
-            yield books
-            books.end()
+            byte_count = ByteCount(file, boot)
+            yield byte_count
+            byte_count.end()
             return
         finally:
             file.close()

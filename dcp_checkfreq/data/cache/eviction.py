@@ -9,7 +9,7 @@ BLOCK_BYTES = 4096  # file systems give space out in blocks of this size
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class CachedFile:
     """A cached file as a scan of the cache sees it."""
 
     name: str
@@ -41,8 +41,8 @@ def bytes_to_free(*, used_bytes: int, need_bytes: int, max_bytes: int, low: floa
 
 
 def plan_eviction(
-    entries: Iterable[Entry], *, free_bytes: int, busy: Collection[str] = ()
-) -> list[Entry]:
+    entries: Iterable[CachedFile], *, free_bytes: int, busy: Collection[str] = ()
+) -> list[CachedFile]:
     """Return the files to evict, least recently used first, until they add up to ``free_bytes``.
 
     Empty files free nothing and stay. All that is left is returned if it is not enough.
@@ -52,7 +52,7 @@ def plan_eviction(
         free_bytes: in charged bytes, see `charge_bytes`.
         busy: names that were found in use and are left out.
     """
-    plan: list[Entry] = []
+    plan: list[CachedFile] = []
     for entry in sorted(entries, key=lambda entry: (entry.last_use_ns, entry.name)):
         if free_bytes <= 0:
             break

@@ -10,7 +10,7 @@ from contextlib import contextmanager, suppress
 from typing import Any, Literal, TypeVar
 
 from dcp_checkfreq.data.cache.eviction import charge_bytes
-from dcp_checkfreq.data.cache.folder import Shelf
+from dcp_checkfreq.data.cache.folder import CacheFolder
 from dcp_checkfreq.data.cache.source import (
     FromSource,
     Source,
@@ -35,9 +35,9 @@ _BOOT_ID = "/proc/sys/kernel/random/boot_id"
 class _Here:
     """What belongs to one process and goes neither to forked nor to spawned ones."""
 
-    def __init__(self, shelf: Shelf, tally: Tally) -> None:
+    def __init__(self, folder: CacheFolder, tally: Tally) -> None:
         self.pid = os.getpid()
-        self.shelf = shelf
+        self.folder = folder
         self.tally = tally
         self.prepared = False
         self.flock_works = True  # until it was tried
@@ -177,7 +177,7 @@ class FileCache:
         """
         here = self._of_this_process()
         self._prepare(here)
-        return here.shelf.used_bytes()
+        return here.folder.used_bytes()
 
     def __getstate__(self) -> dict[str, Any]:
         """Another process gets the settings only."""
@@ -189,7 +189,7 @@ class FileCache:
         self._here = self._start()
 
     def _start(self) -> _Here:
-        shelf = Shelf(
+        folder = CacheFolder(
             self.root,
             self.max_bytes,
             evicts=self.policy == "lru",
@@ -197,7 +197,7 @@ class FileCache:
             clock=self._clock,
             boot=_boot(),
         )
-        return _Here(shelf, Tally(self.root))
+        return _Here(folder, Tally(self.root))
 
     def _of_this_process(self) -> _Here:
         if self._here.pid != os.getpid():
@@ -209,7 +209,7 @@ class FileCache:
             os.makedirs(self.root, exist_ok=True)
             here.flock_works = flock_works(self.root)
             if here.flock_works:
-                here.shelf.prepare()
+                here.folder.prepare()
             here.prepared = True
 
     @contextmanager
@@ -232,7 +232,7 @@ class FileCache:
             if not here.flock_works:
                 here.tally.fallback(Fallback.NO_FLOCK)
                 return None
-            copy = here.shelf.hold(name)
+            copy = here.folder.hold(name)
             got = self._fill(here, source, name) if copy is None else self._hit(here, copy)
         except OSError as error:  # of the cache: those of the source are no OSError here
             if isinstance(error, FileNotFoundError):
@@ -250,20 +250,20 @@ class FileCache:
             return Fallback.UNKNOWN_SIZE
         if charge_bytes(size_bytes) > self.max_bytes:
             return Fallback.TOO_LARGE
-        if here.shelf.is_full_for(size_bytes):
+        if here.folder.is_full_for(size_bytes):
             return Fallback.FULL
-        partial, is_whole = here.shelf.claim(name)
+        partial, is_whole = here.folder.claim(name)
         if is_whole:
             return self._hit(here, partial)
         try:
-            if not here.shelf.reserve(partial, size_bytes):
-                here.shelf.abandon(partial)
+            if not here.folder.reserve(partial, size_bytes):
+                here.folder.abandon(partial)
                 return Fallback.FULL
             source.copy_to(partial.fd, size_bytes)
-            copy = here.shelf.publish(partial, name)
+            copy = here.folder.publish(partial, name)
         except BaseException:
             with suppress(OSError):  # let go of in any case, and then as good as dead
-                here.shelf.abandon(partial)
+                here.folder.abandon(partial)
             raise
         here.tally.miss(size_bytes)
         return copy
@@ -271,7 +271,7 @@ class FileCache:
     def _hit(self, here: _Here, copy: HeldFile) -> HeldFile:
         if self.policy == "lru":
             try:
-                here.shelf.touch(copy)
+                here.folder.touch(copy)
             except OSError as error:  # costs the order of eviction, not the hit
                 here.tally.warn(kind_of(error), error)
         here.tally.hit(copy.size_bytes())

@@ -16,9 +16,9 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dcp_checkfreq.data.cache.byte_count import Books, locked_books, peek
+from dcp_checkfreq.data.cache.byte_count import ByteCount, locked_books, peek
 from dcp_checkfreq.data.cache.eviction import (
-    Entry,
+    CachedFile,
     bytes_to_free,
     charge_bytes,
     plan_eviction,
@@ -32,7 +32,7 @@ _BATCH = 64  # so many files are removed before others get at the books again
 _ROUNDS = 8  # so often a plan is made before the source is read instead
 
 
-class Shelf:
+class CacheFolder:
     """One process's view of the folder. Thread-safe; not for use in a forked child.
 
     Every method but `hold` may raise OSError, after which the shelf is as good as before.
@@ -57,7 +57,7 @@ class Shelf:
         self._low = low
         self._clock = clock
         self._boot = boot
-        self._victims: deque[Entry] = deque()  # touched only under the lock of the books
+        self._victims: deque[CachedFile] = deque()  # touched only under the lock of the books
 
     def prepare(self) -> None:
         """Make the folders, remove what dead processes left, and come down to ``max_bytes``."""
@@ -67,8 +67,8 @@ class Shelf:
 
     def used_bytes(self) -> int:
         """Return the charged bytes of all files."""
-        with self._books() as books:
-            return books.used_bytes
+        with self._byte_count() as byte_count:
+            return byte_count.used_bytes
 
     def hold(self, name: str) -> HeldFile | None:
         """Return a whole file, held shared; None if it is not there or about to go.
@@ -153,9 +153,9 @@ class Shelf:
             TimeoutError: the books or the file are held by others for too long.
         """
         path = self._whole_path(name)
-        with self._books() as books:
+        with self._byte_count() as byte_count:
             if os.path.exists(path):  # came back while it could not be held for a moment
-                self._remove(books, partial)
+                self._remove(byte_count, partial)
             else:
                 self.touch(partial)
                 os.fchmod(partial.fd, 0o444)  # loaders should not write to it
@@ -177,9 +177,9 @@ class Shelf:
         if partial.closed:
             return
         try:
-            with self._books() as books:
+            with self._byte_count() as byte_count:
                 if partial.try_lock(shared=False) and partial.is_at(partial.path):
-                    self._remove(books, partial)
+                    self._remove(byte_count, partial)
         finally:
             partial.close()
 
@@ -194,35 +194,35 @@ class Shelf:
         return used_bytes is not None and not self._fits(used_bytes, charge_bytes(size_bytes))
 
     @contextmanager
-    def _books(self) -> Iterator[Books]:
+    def _byte_count(self) -> Iterator[ByteCount]:
         """Lock the books, put right first if need be."""
-        with locked_books(self._books_path, self._boot, self._clock, _BOOKS_WAIT_S) as books:
-            if books.must_clear or books.must_count:
-                books.begin()
-                if books.must_clear:
-                    self._sweep(books)
+        with locked_books(self._books_path, self._boot, self._clock, _BOOKS_WAIT_S) as byte_count:
+            if byte_count.must_clear or byte_count.must_count:
+                byte_count.begin()
+                if byte_count.must_clear:
+                    self._sweep(byte_count)
                     for entry in self._entries():
-                        self._remove_whole(books, entry)
-                books.used_bytes = self._count()
-            yield books
+                        self._remove_whole(byte_count, entry)
+                byte_count.used_bytes = self._count()
+            yield byte_count
 
     def _make_room(self, size_bytes: int, *, evicts: bool, partial: HeldFile | None = None) -> bool:
         """See that so many more bytes fit, and give them to the partial under the same lock."""
         need_bytes = charge_bytes(size_bytes)
         busy: set[str] = set()
         for _ in range(_ROUNDS):
-            with self._books() as books:
+            with self._byte_count() as byte_count:
                 if partial is not None and partial.size_bytes():
-                    self._resize(books, partial, 0)  # what a dead process had reserved
-                if partial is None or not self._fits(books.used_bytes, need_bytes):
-                    self._sweep(books)
+                    self._resize(byte_count, partial, 0)  # what a dead process had reserved
+                if partial is None or not self._fits(byte_count.used_bytes, need_bytes):
+                    self._sweep(byte_count)
                 if evicts:
-                    self._evict(books, need_bytes, busy)
-                if self._fits(books.used_bytes, need_bytes):
+                    self._evict(byte_count, need_bytes, busy)
+                if self._fits(byte_count.used_bytes, need_bytes):
                     if partial is not None:
-                        self._resize(books, partial, size_bytes)
+                        self._resize(byte_count, partial, size_bytes)
                     return True
-                used_bytes = books.used_bytes
+                used_bytes = byte_count.used_bytes
             if not evicts:
                 return False
             free_bytes = bytes_to_free(
@@ -241,22 +241,22 @@ class Shelf:
     def _fits(self, used_bytes: int, need_bytes: int) -> bool:
         return used_bytes + need_bytes <= self._max_bytes
 
-    def _evict(self, books: Books, need_bytes: int, busy: set[str]) -> None:
+    def _evict(self, byte_count: ByteCount, need_bytes: int, busy: set[str]) -> None:
         """If there is no room, remove files of the plan: to the low mark, or for a batch."""
-        if self._fits(books.used_bytes, need_bytes):
+        if self._fits(byte_count.used_bytes, need_bytes):
             return
         goal_bytes = max(int(self._low * self._max_bytes), need_bytes)
         removed = 0
-        while self._victims and books.used_bytes + need_bytes > goal_bytes:
-            if removed >= _BATCH and self._fits(books.used_bytes, need_bytes):
+        while self._victims and byte_count.used_bytes + need_bytes > goal_bytes:
+            if removed >= _BATCH and self._fits(byte_count.used_bytes, need_bytes):
                 return
             victim = self._victims.popleft()
-            if self._remove_whole(books, victim):
+            if self._remove_whole(byte_count, victim):
                 removed += 1
             else:
                 busy.add(victim.name)
 
-    def _remove_whole(self, books: Books, victim: Entry) -> bool:
+    def _remove_whole(self, byte_count: ByteCount, victim: CachedFile) -> bool:
         """Remove a file unless it is held or was used since; tell whether it is gone."""
         path = self._whole_path(victim.name)
         try:
@@ -268,12 +268,12 @@ class Shelf:
                 return False
             if os.fstat(file.fd).st_mtime_ns != victim.last_use_ns:
                 return False
-            self._remove(books, file)
+            self._remove(byte_count, file)
             return True
         finally:
             file.close()
 
-    def _sweep(self, books: Books) -> None:
+    def _sweep(self, byte_count: ByteCount) -> None:
         """Remove the partials of dead processes."""
         for name in os.listdir(self._partial):
             path = os.path.join(self._partial, name)
@@ -283,21 +283,21 @@ class Shelf:
                 continue
             try:
                 if file.try_lock(shared=False) and file.is_at(path):
-                    self._remove(books, file)
+                    self._remove(byte_count, file)
             finally:
                 file.close()
 
-    def _remove(self, books: Books, file: HeldFile) -> None:
-        books.begin()
+    def _remove(self, byte_count: ByteCount, file: HeldFile) -> None:
+        byte_count.begin()
         size_bytes = file.size_bytes()
         os.unlink(file.path)
-        books.used_bytes -= charge_bytes(size_bytes)
+        byte_count.used_bytes -= charge_bytes(size_bytes)
 
-    def _resize(self, books: Books, partial: HeldFile, size_bytes: int) -> None:
-        books.begin()
+    def _resize(self, byte_count: ByteCount, partial: HeldFile, size_bytes: int) -> None:
+        byte_count.begin()
         old_bytes = partial.size_bytes()
         os.ftruncate(partial.fd, size_bytes)
-        books.used_bytes += charge_bytes(size_bytes) - charge_bytes(old_bytes)
+        byte_count.used_bytes += charge_bytes(size_bytes) - charge_bytes(old_bytes)
 
     def _count(self) -> int:
         """Return the charged bytes of all files; the books must be locked."""
@@ -305,7 +305,7 @@ class Shelf:
             partial_bytes = sum(charge_bytes(partial.stat().st_size) for partial in partials)
         return partial_bytes + sum(charge_bytes(entry.size_bytes) for entry in self._entries())
 
-    def _entries(self) -> list[Entry]:
+    def _entries(self) -> list[CachedFile]:
         """Return the whole files; one that is removed meanwhile may be left out."""
         entries = []
         for folder in os.listdir(self._whole):
@@ -313,7 +313,7 @@ class Shelf:
                 for file in found:
                     with suppress(FileNotFoundError):
                         stat = file.stat(follow_symlinks=False)
-                        entries.append(Entry(file.name, stat.st_size, stat.st_mtime_ns))
+                        entries.append(CachedFile(file.name, stat.st_size, stat.st_mtime_ns))
         return entries
 
     def _whole_path(self, name: str) -> str:

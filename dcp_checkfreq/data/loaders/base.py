@@ -11,7 +11,7 @@ from torch.utils.data import DataLoader, Dataset
 from dcp_checkfreq.data.order.cursor import Cursor, HandOut, HasPosition
 from dcp_checkfreq.data.order.permutation import WORKER_STREAM, derive
 from dcp_checkfreq.data.order.position import OnMismatch
-from dcp_checkfreq.data.order.ranks import Place
+from dcp_checkfreq.data.order.ranks import DataRank
 
 
 class TorchLoader(HasPosition):
@@ -32,7 +32,7 @@ class TorchLoader(HasPosition):
     def __init__(
         self,
         cursor: Cursor,
-        place: Place,
+        place: DataRank,
         batches: Dataset[Any],
         plan: Iterable[Any],
         num_workers: int,

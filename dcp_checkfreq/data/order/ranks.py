@@ -8,7 +8,7 @@ import torch
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class DataRank:
     """This process among those that share the data."""
 
     rank: int
@@ -31,7 +31,7 @@ class Place:
             )
 
 
-def resolve(rank: int | None, world_size: int | None) -> Place:
+def resolve(rank: int | None, world_size: int | None) -> DataRank:
     """Return the place that is told, or that of this process in the default group.
 
     With tensor, pipeline or context parallelism the default group is not the data-parallel one:
@@ -41,9 +41,9 @@ def resolve(rank: int | None, world_size: int | None) -> Place:
         ValueError: only one of the two is told.
     """
     if rank is not None and world_size is not None:
-        return Place(rank, world_size)
+        return DataRank(rank, world_size)
     if rank is not None or world_size is not None:
         raise ValueError(f"tell both or neither: rank={rank}, world_size={world_size}")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        return Place(torch.distributed.get_rank(), torch.distributed.get_world_size())
-    return Place(0, 1, assumed=True)
+        return DataRank(torch.distributed.get_rank(), torch.distributed.get_world_size())
+    return DataRank(0, 1, assumed=True)

@@ -20,14 +20,14 @@ _FORMAT = 2  # 1: scans looked at nothing but the number of samples
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class IndexedShard:
     """One shard in the index. It holds for a file of that size."""
 
     size_bytes: int
     layout: Layout
 
 
-def load(location: str, options: Mapping[str, Any]) -> dict[str, Entry]:
+def load(location: str, options: Mapping[str, Any]) -> dict[str, IndexedShard]:
     """Return the entries by name of the shard; none if there is no index, or not one of ours."""
     filesystem, path = _placed(location, options)
     try:
@@ -41,7 +41,7 @@ def load(location: str, options: Mapping[str, Any]) -> dict[str, Entry]:
         return {}
 
 
-def store(location: str, entries: Mapping[str, Entry], options: Mapping[str, Any]) -> None:
+def store(location: str, entries: Mapping[str, IndexedShard], options: Mapping[str, Any]) -> None:
     """Write the index; whoever reads it meanwhile finds the old one or the new one.
 
     If it cannot be written that is a warning: the next start scans again.
@@ -68,7 +68,7 @@ def _placed(location: str, options: Mapping[str, Any]) -> tuple[Any, str]:
     return placed
 
 
-def _encode(entries: Mapping[str, Entry]) -> dict[str, Any]:
+def _encode(entries: Mapping[str, IndexedShard]) -> dict[str, Any]:
     shards = {
         name: [entry.size_bytes, entry.layout.samples, list(entry.layout.marks)]
         for name, entry in entries.items()
@@ -76,11 +76,11 @@ def _encode(entries: Mapping[str, Entry]) -> dict[str, Any]:
     return {"format": _FORMAT, "mark_every": MARK_EVERY, "shards": shards}
 
 
-def _decode(index: Any) -> dict[str, Entry]:
+def _decode(index: Any) -> dict[str, IndexedShard]:
     if (index["format"], index["mark_every"]) != (_FORMAT, MARK_EVERY):
         raise ValueError(f"format {index['format']}, marks every {index['mark_every']}")
     return {
-        name: Entry(_number(size), Layout(_number(samples), tuple(map(_number, marks))))
+        name: IndexedShard(_number(size), Layout(_number(samples), tuple(map(_number, marks))))
         for name, (size, samples, marks) in index["shards"].items()
     }
 

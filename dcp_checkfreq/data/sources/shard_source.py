@@ -159,7 +159,7 @@ class ShardSource:
         ]  # fmt: skip
         if new:
             for path, layout in zip(new, self._scanned(new), strict=True):
-                known[named[path]] = shard_index.Entry(sizes[path], layout)
+                known[named[path]] = shard_index.IndexedShard(sizes[path], layout)
             shard_index.store(location, known, options)
         return [known[named[path]].layout for path in paths]
 
