@@ -144,12 +144,12 @@ def _tell_nothing(tier: Tier) -> None:
 
 
 def _usable(staged: StagedTier, nodes: list[list[LocalFolder]], depth: Depth) -> list[StepRecord]:
-    """Return what the local disks have and the slow side does not, with the reason if it is no use.
+    """Return what the local disks have and the remote side does not, and why it is no use.
 
     Digests are compared on this node, which has all files of what is usable.
     """
     records = []
-    for one in find_unfinished(staged.slow, nodes, {}):
+    for one in find_unfinished(staged.remote, nodes, {}):
         problem = one.record.problem
         if problem is None and not one.is_local:
             problem = "not published, and its files are on several nodes: restore() finishes it"

@@ -42,7 +42,7 @@ def check_step_lengths(folder: Tier) -> None:
 
 def _check(tier: Tier, below: str) -> None:
     if isinstance(tier, StagedTier):
-        tier = tier.slow
+        tier = tier.remote
     whole = f"{tier.location.rstrip('/')}/{below}"
     if isinstance(tier, LocalTier):
         _check_local(tier.location, whole, below)

@@ -277,16 +277,16 @@ class CheckFreqReader(StorageReader):
         return None if agreement is None or agreement.is_alone else agreement
 
     def _from_either(self, read: Callable[[Tier], T], jobs: list[_Item]) -> T:
-        """Read; if local copies are broken, read the slow side instead."""
+        """Read; if local copies are broken, read the remote side instead."""
         if not isinstance(self._tier, StagedTier):
             return read(self._tier)
         try:
             return read(self._tier)
         except BrokenShard as error:
-            _log.warning("%s: reading the slow side instead of a local copy", error)
+            _log.warning("%s: reading the remote side instead of a local copy", error)
         for job in jobs:
             job.target.start_over()
-        return read(self._tier.slow)
+        return read(self._tier.remote)
 
     def _share(self, tier: Tier, jobs: list[_Item], asking: Asking) -> AbstractSet[int]:
         """Serve what other ranks want too; return the tickets of it."""

@@ -62,7 +62,7 @@ def _root_of(folder: Tier) -> str:
 def _take_back(attempt: SaveAttempt) -> None:
     folder = attempt.tier
     if isinstance(folder, StagedTier):
-        return  # what is on the slow side may be needed by a save that the local disks still hold
+        return  # what is on the remote side may be needed by a save that the local disks still hold
     attempt.abandon()
     entries = [entry for entry in folder.list() if not entry.is_folder]
     if any(names.parse_scratch(entry.name) for entry in entries):

@@ -400,7 +400,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         return self._staged is not None and self._uploads_later
 
     def start_upload(self) -> Upload:
-        """On every rank, once DCP's save has returned: start to copy to the slow side."""
+        """On every rank, once DCP's save has returned: start to copy to the remote side."""
         assert self._staged is not None
         self._staged.committed()
         return self._staged.start_upload()

@@ -6,13 +6,13 @@
         root-id                         which root this is the front of
         .<attempt>.lock                 held by flock while that attempt is under way
         step_00000100/
-            __0_0_<attempt>.distcp      shards, under the names that they have on the slow side
-            __0_0_<attempt>.distcp.up   this shard is complete and durable on the slow side
+            __0_0_<attempt>.distcp      shards, under the names that they have on the remote side
+            __0_0_<attempt>.distcp.up   this shard is complete and durable on the remote side
             .metadata                   the local commit, on the node of rank 0 only
 
 All ranks of a node share the folder. An attempt whose lock nobody holds is over: it was finished,
-or its process is dead. Its files are then a cache of the slow side, or what is left of a save that
-can still be finished, or leftovers.
+or its process is dead. Its files are then a cache of the remote side, or what is left of a save
+that can still be finished, or leftovers.
 """
 
 from __future__ import annotations
@@ -57,12 +57,12 @@ class LocalFolder:
     name: str
     record: bytes | None  # the local commit, if it is on this node and nobody is at work here
     files: Mapping[str, int]  # shards with their sizes in bytes
-    uploaded: frozenset[str]  # shards that are complete on the slow side, here or not
+    uploaded: frozenset[str]  # shards that are complete on the remote side, here or not
     is_busy: bool = False  # a process is at work here
 
 
 def note_of(shard: str) -> str:
-    """Return the name of the note that a shard is complete on the slow side."""
+    """Return the name of the note that a shard is complete on the remote side."""
     return shard + _NOTE
 
 
@@ -191,7 +191,7 @@ class StagingArea:
 
         What is left in the same folder of attempts that are over goes. Of the other folders the
         one of the highest step stays, unless its room is needed and all of it that is this rank's
-        is on the slow side.
+        is on the remote side.
         """
         self._clear_one(name, frozenset(), whole=False)
         others = sorted(

@@ -70,7 +70,7 @@ class LocalCopies:
 
     def _root_id(self) -> str:
         try:
-            return make_root_id(self._root.slow)
+            return make_root_id(self._root.remote)
         except OSError as error:
             level = logging.INFO if is_read_only(error) else logging.WARNING
             _log.log(level, "%s: it has no id for now: %s", self._root.location, error)
@@ -83,7 +83,7 @@ class LocalCopies:
             refused: names of those that turned out damaged, with the reason.
         """
         return self._ranks.reduce_on_rank_0(
-            look(self._root), lambda ranks: find_unfinished(self._root.slow, ranks, refused)
+            look(self._root), lambda ranks: find_unfinished(self._root.remote, ranks, refused)
         )
 
     def verify(self, one: Unfinished) -> str | None:
@@ -100,7 +100,7 @@ class LocalCopies:
         return next((text for text in self._ranks.all_gather(problem) if text is not None), None)
 
     def finish(self, one: Unfinished, each_round: Callable[[], None]) -> None:
-        """Upload what is missing on the slow side, and publish.
+        """Upload what is missing on the remote side, and publish.
 
         Args:
             one: of `unfinished`, found good by `verify`.
@@ -110,8 +110,8 @@ class LocalCopies:
             SaveFailed, PublishUnknown: on all ranks; the next start may try again.
         """
         name, own = one.record.name, sorted(self._own(one))
-        folder = StagedTier(self._root.slow.child(name), self._root.area, name)
-        commit = new_attempt(folder.slow)
+        folder = StagedTier(self._root.remote.child(name), self._root.area, name)
+        commit = new_attempt(folder.remote)
         record = metadata_format.load(one.content, folder.location)[1]
         assert record is not None, "it was found by its record"
 
@@ -124,7 +124,7 @@ class LocalCopies:
         def publish_all() -> None:
             commit.commit(
                 lambda reservation: publish(
-                    folder.slow,
+                    folder.remote,
                     one.content,
                     reservation=reservation,
                     files=record.files,
@@ -139,7 +139,7 @@ class LocalCopies:
             for attempt in attempts:
                 self._root.area.claim(attempt)
             for file in own:
-                folder.slow.delete(file)  # cut short by the crash, whatever its size says
+                folder.remote.delete(file)  # cut short by the crash, whatever its size says
             folder.upload(own, threads=self._threads, stop=stop, moved=moved)
 
         # Before the first file is there: from then on cleaning and this exclude each other.
@@ -177,7 +177,7 @@ class LocalCopies:
 def look(root: StagedTier) -> list[LocalFolder]:
     """Return what this node holds of this very root. A disk that fails holds nothing."""
     try:
-        root_id = id_of_root(root.slow)
+        root_id = id_of_root(root.remote)
         if root_id is not None and root.area.root_id() == root_id:
             return root.area.look()
     except OSError as error:

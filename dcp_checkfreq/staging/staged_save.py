@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 class Place(Enum):
     """Where the shards of this rank are."""
 
-    MEMORY = "not on the local disk: they go to the slow side straight from memory"
+    MEMORY = "not on the local disk: they go to the remote side straight from memory"
     STAGED = "durable on the local disk, under names that nobody knows"
     COMMITTED = "durable on the local disks of all ranks, and rank 0's knows their names"
 
@@ -90,7 +90,7 @@ class StagedSave:
             self.place = Place.COMMITTED
 
     def upload(self, moved: Callable[[int], None]) -> None:
-        """Copy the shards to the slow side and return when they are durable there.
+        """Copy the shards to the remote side and return when they are durable there.
 
         Args:
             moved: see `StagedTier.upload`.
@@ -101,7 +101,7 @@ class StagedSave:
         self._folder.upload(self._shards, threads=self._threads, moved=moved)
 
     def start_upload(self) -> Upload:
-        """Start to copy the shards to the slow side."""
+        """Start to copy the shards to the remote side."""
         return Upload(
             lambda stop, moved: self._folder.upload(
                 self._shards, threads=self._threads, stop=stop, moved=moved
@@ -111,7 +111,7 @@ class StagedSave:
     def abandon(self, shards: Sequence[str]) -> None:
         """Act on the failure of the save: what was committed stays for the next start.
 
-        ``shards`` are this rank's on the slow side, which the caller removes.
+        ``shards`` are this rank's on the remote side, which the caller removes.
         """
         if self.place is Place.COMMITTED:
             self._quietly(lambda: self._folder.forget_notes(shards))

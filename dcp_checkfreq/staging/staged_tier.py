@@ -1,8 +1,8 @@
-"""A fast local disk in front of a slow storage. What counts is what is on the slow side.
+"""A fast local disk in front of a slow storage. What counts is what is on the remote side.
 
 Shards are written and synced on the local disk, so that the memory they came from is free again;
-then they are copied to the slow side as plain streams. Whatever else is asked is asked of the slow
-side, but for reads of shards that still lie here.
+then they are copied to the remote side as plain streams. Whatever else is asked is asked of the
+remote side, but for reads of shards that still lie here.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ class StagedTier:
     """A root, or the folder of one checkpoint in it, with its local disk. See `Tier`.
 
     Args:
-        slow: where checkpoints are published.
+        remote: where checkpoints are published.
         area: the local folder of the root.
         folder: name of the checkpoint's folder; None: this is the root.
     """
 
-    def __init__(self, slow: Tier, area: StagingArea, folder: str | None = None) -> None:
-        self.slow = slow
+    def __init__(self, remote: Tier, area: StagingArea, folder: str | None = None) -> None:
+        self.remote = remote
         self.area = area
         self._folder = folder
 
     def __repr__(self) -> str:
-        return f"StagedTier({self.slow!r}, {self.area.local!r})"
+        return f"StagedTier({self.remote!r}, {self.area.local!r})"
 
     @property
     def location(self) -> str:
-        """Where the slow side is."""
-        return self.slow.location
+        """Where the remote side is."""
+        return self.remote.location
 
     @property
     def reads_at_once(self) -> int:
-        """How many reads at once the slow side is best asked for."""
-        return reads_at_once(self.slow)
+        """How many reads at once the remote side is best asked for."""
+        return reads_at_once(self.remote)
 
     @property
     def name(self) -> str:
@@ -80,8 +80,8 @@ class StagedTier:
     def child(self, name: str) -> Tier:
         """Return the tier of a folder inside this one; only checkpoints have a local side."""
         if self._folder is not None or name == names.RUN_FOLDER:
-            return self.slow.child(name)
-        return StagedTier(self.slow.child(name), self.area, name)
+            return self.remote.child(name)
+        return StagedTier(self.remote.child(name), self.area, name)
 
     # --- the local side ---
 
@@ -109,7 +109,7 @@ class StagedTier:
         stop: threading.Event | None = None,
         moved: Callable[[int], None] = lambda size_bytes: None,
     ) -> None:
-        """Copy shards from the local disk to the slow side; on return they are durable there.
+        """Copy shards from the local disk to the remote side; on return they are durable there.
 
         Args:
             shards: their names.
@@ -118,13 +118,13 @@ class StagedTier:
             moved: called now and then with the size of the shard that is being copied.
 
         Raises:
-            OSError: of either side. What was being copied was removed from the slow side.
+            OSError: of either side. What was being copied was removed from the remote side.
             InterruptedError: ``stop`` was set.
         """
         stop = stop or threading.Event()
         if not shards:
             return
-        self.slow.make()
+        self.remote.make()
         if len(shards) == 1:
             self._copy(shards[0], stop, moved)
         else:
@@ -138,7 +138,7 @@ class StagedTier:
 
             with Crew(threads - 1, "checkfreq-upload") as crew:  # and this thread
                 crew.run_all([functools.partial(copy, shard) for shard in shards])
-        self.slow.sync()
+        self.remote.sync()
         for shard in shards:
             self._note(shard)
 
@@ -153,9 +153,9 @@ class StagedTier:
 
         try:
             try:
-                self.slow.write_shard(shard, pieces(), reader.size_bytes)
+                self.remote.write_shard(shard, pieces(), reader.size_bytes)
             except StaleCredentials:  # nothing is there, and the next call gets new ones
-                self.slow.write_shard(shard, pieces(), reader.size_bytes)
+                self.remote.write_shard(shard, pieces(), reader.size_bytes)
             moved(reader.size_bytes)
         finally:
             reader.close()
@@ -165,34 +165,34 @@ class StagedTier:
         self.local.replace(note, b"", scratch=f"{note}.{names.new_attempt()}.tmp")
 
     def forget_notes(self, shards: Iterable[str]) -> None:
-        """Say that shards are not on the slow side, or will not be for long."""
+        """Say that shards are not on the remote side, or will not be for long."""
         for shard in shards:
             self.local.delete(note_of(shard))
 
-    # --- the slow side ---
+    # --- the remote side ---
 
     def make(self) -> None:
-        """Make the folder on the slow side."""
-        self.slow.make()
+        """Make the folder on the remote side."""
+        self.remote.make()
 
     def list(self) -> list[Entry]:
-        """Return what is on the slow side."""
-        return self.slow.list()
+        """Return what is on the remote side."""
+        return self.remote.list()
 
     def size(self, name: str) -> int:
-        """Return the size of a file on the slow side."""
-        return self.slow.size(name)
+        """Return the size of a file on the remote side."""
+        return self.remote.size(name)
 
     def read(self, name: str) -> bytes:
-        """Return the content of a small file on the slow side."""
-        return self.slow.read(name)
+        """Return the content of a small file on the remote side."""
+        return self.remote.read(name)
 
     def read_at_most(self, name: str, at_most_bytes: int) -> bytes:
-        """Return the content of a small file on the slow side; see `read_small`."""
-        return read_small(self.slow, name, at_most_bytes=at_most_bytes)
+        """Return the content of a small file on the remote side; see `read_small`."""
+        return read_small(self.remote, name, at_most_bytes=at_most_bytes)
 
     def open(self, name: str) -> RangeReader:
-        """Open a shard: the local copy if there is one, else that of the slow side.
+        """Open a shard: the local copy if there is one, else that of the remote side.
 
         Names of shards are given once, so a copy of that name holds the same bytes.
         """
@@ -201,47 +201,47 @@ class StagedTier:
                 return self.local.open(name)
             except OSError:  # a cache that fails is no cache
                 pass
-        return self.slow.open(name)
+        return self.remote.open(name)
 
     def write_shard(self, name: str, pieces: Iterable[memoryview], size_bytes: int) -> None:
-        """Write a new file to the slow side, straight from memory."""
-        self.slow.write_shard(name, pieces, size_bytes)
+        """Write a new file to the remote side, straight from memory."""
+        self.remote.write_shard(name, pieces, size_bytes)
 
     def sync(self) -> None:
-        """Make names durable on the slow side."""
-        self.slow.sync()
+        """Make names durable on the remote side."""
+        self.remote.sync()
 
     def create(self, name: str, data: bytes, *, scratch: str) -> None:
-        """Create a file on the slow side."""
-        self.slow.create(name, data, scratch=scratch)
+        """Create a file on the remote side."""
+        self.remote.create(name, data, scratch=scratch)
 
     def replace(self, name: str, data: bytes, *, scratch: str) -> None:
-        """Replace a file on the slow side."""
-        self.slow.replace(name, data, scratch=scratch)
+        """Replace a file on the remote side."""
+        self.remote.replace(name, data, scratch=scratch)
 
     def reserve(self, name: str, *, scratch: str) -> Reservation:
-        """Reserve a name on the slow side."""
-        return self.slow.reserve(name, scratch=scratch)
+        """Reserve a name on the remote side."""
+        return self.remote.reserve(name, scratch=scratch)
 
     def revoke(self, name: str, *, scratch: str) -> bool:
-        """Revoke a reservation on the slow side."""
-        return self.slow.revoke(name, scratch=scratch)
+        """Revoke a reservation on the remote side."""
+        return self.remote.revoke(name, scratch=scratch)
 
     def delete(self, name: str) -> None:
-        """Remove a file from the slow side."""
-        self.slow.delete(name)
+        """Remove a file from the remote side."""
+        self.remote.delete(name)
 
     def remove(self) -> None:
-        """Remove the folder from the slow side if it is empty."""
-        self.slow.remove()
+        """Remove the folder from the remote side if it is empty."""
+        self.remote.remove()
 
     def disk(self) -> int | None:
-        """Return what `disk_of` says of the slow side."""
-        return disk_of(self.slow)
+        """Return what `disk_of` says of the remote side."""
+        return disk_of(self.remote)
 
     def abort_uploads(self, is_ours: Callable[[str], bool], *, before_s: float) -> Sequence[str]:
-        """Abort what dead processes began to upload to the slow side."""
-        return abort_uploads(self.slow, is_ours, before_s=before_s)
+        """Abort what dead processes began to upload to the remote side."""
+        return abort_uploads(self.remote, is_ours, before_s=before_s)
 
 
 class Upload:
@@ -281,7 +281,7 @@ class Upload:
         return max(0.0, self._still_s - self._largest_bytes / SLOWEST_BYTES_PER_S)
 
     def problem(self) -> BaseException | None:
-        """Return why it failed; None: the shards are durable on the slow side."""
+        """Return why it failed; None: the shards are durable on the remote side."""
         return self._running.problem()
 
     def give_up(self) -> None:
@@ -355,12 +355,12 @@ def _key_of(location: str) -> str:
 
 
 def noted(root: Tier, moved: Callable[[], None]) -> Tier:
-    """Return a root that says of every call that it has come back; of a staged one, the slow side.
+    """Return a root that says when a call has come back; of a staged one, those to the remote side.
 
     Args:
         root: carries the calls out.
         moved: see `NotedTier`.
     """
     if isinstance(root, StagedTier):
-        return StagedTier(NotedTier(root.slow, moved), root.area)
+        return StagedTier(NotedTier(root.remote, moved), root.area)
     return NotedTier(root, moved)

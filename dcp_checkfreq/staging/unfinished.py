@@ -1,8 +1,8 @@
-"""Saves that are complete on the local disks of the nodes, but not published on the slow side.
+"""Saves that are complete on the local disks of the nodes, but not published on the remote side.
 
 A save is *whole* here if every shard that its local commit names lies on a node of this job with
-its exact size, or is noted to be complete on the slow side and is there. Names of shards belong to
-one attempt, so no two saves can be mixed; which rank is on which node plays no part.
+its exact size, or is noted to be complete on the remote side and is there. Names of shards belong
+to one attempt, so no two saves can be mixed; which rank is on which node plays no part.
 """
 
 from __future__ import annotations
@@ -27,24 +27,24 @@ class Unfinished:
     record: StepRecord
     content: bytes  # of ``.metadata``; empty if there is a problem
     attempt: str  # of the rank that would have published it
-    uploads: Mapping[str, int]  # which rank has to bring which shard to the slow side
+    uploads: Mapping[str, int]  # which rank has to bring which shard to the remote side
     files: frozenset[str]  # all of its shards
-    is_at_hand: bool  # every rank can read every shard, on its node or on the slow side
+    is_at_hand: bool  # every rank can read every shard, on its node or on the remote side
     is_local: bool  # every rank can read every shard on its node
 
 
 def find_unfinished(
-    slow: Tier, ranks: Sequence[Sequence[LocalFolder]], refused: Mapping[str, str]
+    remote: Tier, ranks: Sequence[Sequence[LocalFolder]], refused: Mapping[str, str]
 ) -> list[Unfinished]:
-    """Return the saves that the local disks know of and the slow side does not.
+    """Return the saves that the local disks know of and the remote side does not.
 
     Args:
-        slow: root on the slow side.
+        remote: root on the remote side.
         ranks: what each rank sees on its node, in rank order.
         refused: saves that were found damaged, with the reason.
 
     Raises:
-        OSError: the slow side failed.
+        OSError: the remote side failed.
     """
     by_name: dict[str, dict[int, LocalFolder]] = {}
     for rank, folders in enumerate(ranks):
@@ -56,9 +56,9 @@ def find_unfinished(
         content = next((node.record for node in nodes.values() if node.record is not None), None)
         if step is None or content is None:
             continue
-        on_slow = {e.name: e.size_bytes for e in slow.child(name).list() if not e.is_folder}
-        if names.METADATA not in on_slow:
-            found.append(_examine(name, step, content, nodes, len(ranks), on_slow, refused))
+        on_remote = {e.name: e.size_bytes for e in remote.child(name).list() if not e.is_folder}
+        if names.METADATA not in on_remote:
+            found.append(_examine(name, step, content, nodes, len(ranks), on_remote, refused))
     return found
 
 
@@ -68,7 +68,7 @@ def _examine(
     content: bytes,
     nodes: Mapping[int, LocalFolder],
     world_size: int,
-    on_slow: Mapping[str, int],
+    on_remote: Mapping[str, int],
     refused: Mapping[str, str],
 ) -> Unfinished:
     try:
@@ -94,7 +94,7 @@ def _examine(
         holders = [rank for rank, node in nodes.items() if node.files.get(file) == size]
         everywhere = len(holders) == world_size
         is_local = is_local and everywhere
-        if file in noted and on_slow.get(file) == size:
+        if file in noted and on_remote.get(file) == size:
             continue
         if not holders:
             return _hopeless(name, step, f"{file} is on no node of this job any more", record)

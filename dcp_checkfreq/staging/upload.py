@@ -1,4 +1,4 @@
-"""All ranks copy their shards to the slow side; when the last one is done, rank 0 publishes."""
+"""All ranks copy their shards to the remote side; when the last one is done, rank 0 publishes."""
 
 from __future__ import annotations
 

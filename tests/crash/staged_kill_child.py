@@ -2,7 +2,7 @@
 
 A line is ``<mode> <n> <folder>``. ``save``: save steps 1 and 2, and die at the n-th call to a disk
 after that, while step 3 is saved. ``upload``: the same, but die when n pieces of step 3 have gone
-to the slow side. ``resume``: start again, and die at the n-th call. The answer is the exit status
+to the remote side. ``resume``: start again, and die at the n-th call. The answer is the exit status
 and what the process was about to do.
 """
 

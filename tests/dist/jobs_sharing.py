@@ -74,7 +74,7 @@ def shared_reads_with_another_dtype(shared):
 
 @job
 def shared_reads_through_damaged_copies(shared):
-    """Local copies of one rank are damaged: all read the slow side together."""
+    """Local copies of one rank are damaged: all read the remote side together."""
     folder = shared / f"sharing_staged_{dist.get_world_size()}" / "step_1"
     node = shared / f"sharing_node_{dist.get_world_size()}_{dist.get_rank()}"
     dcp.save(state_of(reference), storage_writer=CheckFreqWriter(folder, staging_dir=node))

@@ -91,10 +91,10 @@ class Slow(ForwardingTier):
 
     def __init__(self, inner, clock):
         super().__init__(inner)
-        self.clock, self.slow, self.dog = clock, None, None
+        self.clock, self.remote, self.dog = clock, None, None
 
     def around(self, verb, name, call):
-        if verb == self.slow:
+        if verb == self.remote:
             self.clock.advance(70.0)
             self.dog.look()
         return call()
@@ -119,13 +119,13 @@ def test_storage_that_does_not_come_back_is_told_in_a_job_of_one_process(
         ckpt.restore()
         ckpt.after_step()
         ckpt.wait()
-        tier.slow = verb
+        tier.remote = verb
         if verb in ("list", "read_into"):
             ckpt.restore()
         else:
             ckpt.after_step()
             ckpt.wait()
-        tier.slow = None
+        tier.remote = None
     texts = [text for text in warned() if text.startswith(f"rank 0 has been {told}")]
     assert texts, warned()
     assert "for 70 s" in texts[0]

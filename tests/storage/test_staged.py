@@ -92,13 +92,13 @@ def local_files(staging):
 
 
 class TestStaged(TierSuite):
-    """What is asked of a staged tier is asked of its slow side."""
+    """What is asked of a staged tier is asked of its remote side."""
 
     def make_tier(self, tmp_path):
         return staged_root(MemoryTier(), tmp_path)
 
     def raw_files(self, tier, tmp_path):
-        return tier.slow.files()
+        return tier.remote.files()
 
 
 def test_a_copy_on_the_local_disk_is_read_instead_of_the_slow_side(tmp_path):

@@ -1,4 +1,4 @@
-"""The slow side of a file cache: a file of a local mount or behind an fsspec URL."""
+"""The remote side of a file cache: a file of a local mount or behind an fsspec URL."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def blaming(name: str) -> Iterator[None]:
 
 
 class Source:
-    """One file of the slow side.
+    """One file of the remote side.
 
     Args:
         name: a local path, ``file://`` URL or any other fsspec URL.
