@@ -1,7 +1,5 @@
 """`dcp_checkfreq.data` costs nothing to import, and works where NumPy is not installed."""
 
-import ast
-import pathlib
 import subprocess
 import sys
 
@@ -35,15 +33,8 @@ def test_every_name_is_there_and_says_what_it_is(name):
     assert getattr(data, name).__doc__
 
 
-def test_type_checkers_see_the_same_names():
-    tree = ast.parse(pathlib.Path(data.__file__).read_text("utf-8"))
-    (block,) = [node for node in tree.body if isinstance(node, ast.If)]
-    seen = {alias.asname for node in block.body for alias in node.names}
-    assert seen == set(data.__all__)
-
-
 def test_a_name_that_is_not_there_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'ResumeableLoader'"):
+    with pytest.raises(AttributeError, match="attribute ResumeableLoader"):
         data.ResumeableLoader  # noqa: B018
 
 
