@@ -228,7 +228,7 @@ READER: Rules = {
     ).or_none(),
     "direct_io": FLAG.or_none(),
     "share_reads": FLAG,
-    "agreement": having("an Agreement", "decide", "gather").or_none(),
+    "agreement": having("Ranks", "on_rank_0", "all_gather").or_none(),
     **_STAGING,
 }
 

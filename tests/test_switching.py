@@ -9,7 +9,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_checkfreq import CheckFreqWriter, Checkpointer
-from dcp_checkfreq.checkpointer import saver
+from dcp_checkfreq.checkpointer import background_save
 from dcp_checkfreq.dcp import writer
 from dcp_checkfreq.runtime.gil_switch_interval import INTERVAL_S, quick_switching
 from dcp_checkfreq.testing import MemoryTier
@@ -94,13 +94,13 @@ def test_what_a_script_sets_meanwhile_stays():
 
 
 def test_a_background_save_switches_quickly_until_it_has_ended(monkeypatch):
-    seen, save = [], saver.dcp_save
+    seen, save = [], background_save.dcp_save
 
     def watched(*args, **kwargs):
         seen.append(sys.getswitchinterval())
         return save(*args, **kwargs)
 
-    monkeypatch.setattr(saver, "dcp_save", watched)
+    monkeypatch.setattr(background_save, "dcp_save", watched)
     with Checkpointer(MemoryTier(), {"w": torch.ones(3)}, every=1) as ckpt:
         ckpt.restore()
         ckpt.after_step()

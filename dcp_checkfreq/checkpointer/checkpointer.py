@@ -486,7 +486,8 @@ class Checkpointer:
         self._schedule.apply(ended.decision)
         if self._schedule.mode is not Mode.GPU:
             drop_device_pools()  # in which the profile has tried a copy
-        self._remember(ended)
+        waited_s = self._times.waited_s()
+        self._history.append(SaveRecord.of(self._measured, ended, waited_s))
         error = ended.error
         if error is None:
             if self._ranks.rank == 0:
@@ -503,24 +504,6 @@ class Checkpointer:
                 f"the last {self.failures_in_a_row} saves failed; last published step: "
                 f"{self.last_saved_step}; last error: {text_of(error)}",
             ) from error
-
-    def _remember(self, ended: Ended) -> None:
-        measured = self._measured
-        self._history.append(
-            SaveRecord(
-                step=ended.step,
-                interval_steps=measured.interval_steps,
-                mode=measured.mode.value,
-                state_bytes=measured.state_bytes,
-                copied_bytes=measured.copied_bytes,
-                blocked_s=measured.blocked_s,
-                waited_s=self._times.waited_s(),
-                copy_s=measured.copy_s,
-                persist_s=measured.persist_s,
-                overhead=None if ended.decision is None else ended.decision.overhead_seen,
-                error=None if ended.error is None else text_of(ended.error),
-            )
-        )
 
     # --- stopping ---
 

@@ -13,25 +13,28 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
-
-from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner, FailingSavePlanner
+from dcp_checkfreq.checkpointer.background_save import (
+    BackgroundWork,
+    SaveInFlight,
+    ends_of,
+    refusing,
+    save_failed,
+    write_and_publish,
+)
+from dcp_checkfreq.checkpointer.save_meeting import Decide, meet
+from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner
 from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import (
-    CheckFreqError,
     PublishUnknown,
-    RankLost,
     SaveFailed,
     SnapshotFailed,
 )
-from dcp_checkfreq.format.torch_private import dcp_save
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.save_record import Ended, Measured
-from dcp_checkfreq.policy.tuner import Decision
-from dcp_checkfreq.ranks.collectives import GROUP_IS_GONE, Ranks, is_agreed
+from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.patience import give_up_if_stuck, wait_for
 from dcp_checkfreq.ranks.step_gate import Gate
 from dcp_checkfreq.runtime.clock import Clock
@@ -39,21 +42,17 @@ from dcp_checkfreq.runtime.crew import Crew, Task
 from dcp_checkfreq.runtime.gil_switch_interval import quick_switching
 from dcp_checkfreq.runtime.outcome import (
     fate,
-    is_certain,
     outcome_of,
     report,
 )
 from dcp_checkfreq.runtime.process_end import lost, watch
 from dcp_checkfreq.runtime.told import (
-    Told,
     as_ours,
-    tell,
     text_of,
 )
-from dcp_checkfreq.snapshot.inventory import Piece, Structure, Survey
+from dcp_checkfreq.snapshot.inventory import Structure, Survey
 from dcp_checkfreq.snapshot.optimizer_guard import Guard
 from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
-from dcp_checkfreq.staging.upload import upload_and_publish
 
 _log = logging.getLogger(__name__)
 
@@ -64,37 +63,6 @@ class _Ready:
 
     step: int
     plan_fits: bool
-
-
-@dataclass(frozen=True, slots=True)
-class _Said:
-    """What a rank says when a save has ended on it."""
-
-    told: Told | None
-    facts: Any
-    knows: bool  # whether there are facts
-
-
-@dataclass(slots=True)
-class _BackgroundWork:
-    """What is in flight."""
-
-    step: int
-    measured: Measured
-    facts: Callable[[], Any] | None  # None: nothing follows from what it cost
-    snapshot: Snapshot | None = None
-    ended: Ended | None = None
-    is_given_up: bool = False  # and the training thread has heard of it
-
-
-@dataclass(slots=True)
-class _SaveInFlight(_BackgroundWork):
-    begun_s: float = field(kw_only=True)  # the snapshot was; the background work somewhat later
-    started_s: float = field(kw_only=True)
-    writer: CheckFreqWriter = field(kw_only=True)
-    planner: CheckFreqSavePlanner = field(kw_only=True)
-    structure: Structure = field(kw_only=True)
-    pieces: list[Piece] = field(kw_only=True)  # of a profile: what there is to write
 
 
 class Saver:
@@ -124,7 +92,7 @@ class Saver:
         *,
         before_writing: Callable[[], None],
         after_publishing: Callable[[int], None],
-        decide: Callable[[int, list[Any]], Decision | None],
+        decide: Decide,
     ) -> None:
         self._ranks, self._gate, self._guard = ranks, gate, guard
         self._planner = planner
@@ -134,7 +102,7 @@ class Saver:
         self._decide = decide
         self._crew = Crew(1, "checkfreq-save")  # one: collectives must not interleave
         self._planned: Structure | None = None  # of the state that the kept plan is for
-        self._job: _BackgroundWork | None = None
+        self._job: BackgroundWork | None = None
         self._running: Task[None] | None = None
         self._cleaning: Task[None] | None = None
         self._retiring: Task[None] | None = None
@@ -196,7 +164,7 @@ class Saver:
             stopped, job = self._with_snapshot(
                 step, writer, survey, only, measured, profile=profile, facts=facts
             )
-            self._start(job, functools.partial(self._write_and_publish, job))
+            self._start(job, functools.partial(self._write, job))
         except BaseException:
             if self._job is None:
                 writer.close()  # also after Ctrl-C, whose traceback may keep everything alive
@@ -214,7 +182,7 @@ class Saver:
         *,
         profile: bool,
         facts: Callable[[], Any],
-    ) -> tuple[BaseException | None, _SaveInFlight]:
+    ) -> tuple[BaseException | None, SaveInFlight]:
         """Begin the snapshot; return the save, and what ends this process if something does."""
         begun_s = self._clock.monotonic_s()
         planner, snapshot, stopped = self._planner, None, None
@@ -222,11 +190,11 @@ class Saver:
             snapshot = self._begin_snapshot(writer, survey, only, measured, profile=profile)
         except BaseException as error:
             # The others are on their way into the save: this rank has to be there and say no.
-            planner = self._refusing(step, "copying the state", error)
+            planner = refusing(self._ranks, step, "copying the state", error)
             stopped = None if isinstance(error, Exception) else error
             if stopped is not None and self._ranks.is_alone:
                 raise
-        return stopped, _SaveInFlight(
+        return stopped, SaveInFlight(
             step,
             measured,
             facts,
@@ -277,13 +245,6 @@ class Saver:
         measured.state_bytes = snapshot.state_bytes
         return snapshot
 
-    def _refusing(self, step: int, doing: str, error: BaseException) -> CheckFreqSavePlanner:
-        """Return a planner that tells all ranks in the save that this one cannot."""
-        told = tell(error, self._ranks.rank, doing, _save_failed(step), named=False)
-        if self._ranks.is_alone and isinstance(error, Exception):
-            return FailingSavePlanner(error)
-        return FailingSavePlanner(told.rebuilt())
-
     def begin_finishing(self, step: int, finish: Callable[[], None], measured: Measured) -> None:
         """Publish ``step``, which an earlier process has saved, by calling ``finish``.
 
@@ -292,11 +253,11 @@ class Saver:
         """
         assert self._job is None
         self._start(
-            _BackgroundWork(step, measured, None),
-            lambda: self._ranks.together("finishing a save", finish, wrap=_save_failed(step)),
+            BackgroundWork(step, measured, None),
+            lambda: self._ranks.together("finishing a save", finish, wrap=save_failed(step)),
         )
 
-    def _start(self, job: _BackgroundWork, work: Callable[[], None]) -> None:
+    def _start(self, job: BackgroundWork, work: Callable[[], None]) -> None:
         running = Task(functools.partial(self._run, job, work))
         # In this order: wherever this is interrupted, the save is known only if somebody does it.
         self._running = running
@@ -323,7 +284,7 @@ class Saver:
             try:
                 writer = open_writer()
             except OSError as error:
-                raise _save_failed(step)(text_of(error)) from error
+                raise save_failed(step)(text_of(error)) from error
             writer.watchdog = self._ranks.watchdog
             survey = writer.survey(capture())
             structure = survey.inventory.structure
@@ -335,7 +296,7 @@ class Saver:
 
         with self._ranks.doing("capturing the state", f"of step {step}"):
             all_fit = self._ranks.combine(
-                "capturing the state", look, _all_ready, wrap=_save_failed(step)
+                "capturing the state", look, _all_ready, wrap=save_failed(step)
             )
         writer, survey, only = found[0]
         return writer, survey, only if all_fit and not self._ranks.is_alone else None
@@ -405,7 +366,7 @@ class Saver:
         if job is None:
             return SaveFailed("what comes next", why)
         job.is_given_up = True
-        if isinstance(job, _SaveInFlight) and job.writer.give_up(why):
+        if isinstance(job, SaveInFlight) and job.writer.give_up(why):
             return PublishUnknown(job.writer.checkpoint_id, why)
         return SaveFailed(f"step {job.step}", why)
 
@@ -455,13 +416,13 @@ class Saver:
 
     # --- in the background ---
 
-    def _run(self, job: _BackgroundWork, work: Callable[[], None]) -> None:
+    def _run(self, job: BackgroundWork, work: Callable[[], None]) -> None:
         with quick_switching():  # the training loop runs beside all of this
             self._work_and_meet(job, work)
 
-    def _work_and_meet(self, job: _BackgroundWork, work: Callable[[], None]) -> None:
+    def _work_and_meet(self, job: BackgroundWork, work: Callable[[], None]) -> None:
         # Whatever raises before the meeting is part of the outcome: the other ranks wait there.
-        error = outcome_of(work, *_gives_back(job))
+        error = outcome_of(work, *ends_of(job))
         if error is None and self._ranks.rank == 0:  # it begins when this is through
             error = outcome_of(lambda: self._begin_cleaning(job.step))
         if error is not None:
@@ -469,9 +430,13 @@ class Saver:
             # Now, not only when the loop comes to ask: it may never come.
             report(_log.error, "step %d %s: %s", job.step, fate(error), text_of(error))
         try:
-            self._meet(job, error)
+            meet(job, error, self._ranks, self._gate, self._decide)
         except BaseException as failed:  # noqa: BLE001
-            job.ended = Ended(job.step, 0, as_ours(error or failed, _save_failed(job.step)), None)
+            job.ended = Ended(job.step, 0, as_ours(error or failed, save_failed(job.step)), None)
+
+    def _write(self, job: SaveInFlight) -> None:
+        write_and_publish(job, self._ranks, self._clock, self._before_writing)
+        self._planned = job.structure
 
     def _begin_cleaning(self, step: int) -> None:
         self._cleaning = self._crew.start(functools.partial(self._clean_up, step))
@@ -483,122 +448,6 @@ class Saver:
         except Exception:  # noqa: BLE001  nothing of it concerns the training
             report(_log.exception, "step %d is saved; cleaning up after it failed", step)
 
-    def _write_and_publish(self, job: _SaveInFlight) -> None:
-        planner, measured = job.planner, job.measured
-        where = job.writer.checkpoint_id
-        try:
-            if job.snapshot is not None:
-                # Before anything else: this thread's Python would be in the way of the loop's.
-                job.snapshot.wait()
-                measured.copy_s = job.snapshot.copy_s
-            if self._ranks.rank == 0:
-                with self._ranks.asking("renewing the lease"):
-                    self._before_writing()
-            state = dict(job.snapshot.state) if job.snapshot is not None else {}
-        except BaseException as error:  # noqa: BLE001  the others are in the save already
-            planner, state = self._refusing(job.step, "copying the state", error), {}
-        if self._ranks.is_gone():
-            raise RankLost(where, GROUP_IS_GONE)
-        try:
-            with self._ranks.dcp("saving", where, wrap=functools.partial(SaveFailed, where)):
-                dcp_save(
-                    state,
-                    storage_writer=job.writer,
-                    planner=planner,
-                    process_group=self._ranks.group,
-                    no_dist=self._ranks.is_alone,
-                )
-        except BaseException as failed:
-            of_all = failed.__cause__
-            if isinstance(of_all, CheckpointException):
-                certain = is_certain(of_all)
-            else:  # then no one but rank 0's writer could have published it, and that knows
-                certain = self._ranks.rank == 0 and isinstance(failed, Exception)
-            if certain:
-                job.writer.abandon()
-            raise
-        self._upload(job.step, job.writer)
-        copied_s = max(job.started_s, job.begun_s + measured.copy_s)
-        measured.persist_s = max(0.0, self._clock.monotonic_s() - copied_s)
-        if job.pieces:  # later saves keep the plan
-            measured.persist_s = max(0.0, measured.persist_s - planner.planning_s)
-        self._planned = job.structure
-        written = planner.written_keys or frozenset()
-        measured.written_bytes = sum(
-            piece.size_bytes for piece in job.pieces if not written.isdisjoint(piece.paths)
-        )
-
-    def _upload(self, step: int, writer: CheckFreqWriter) -> None:
-        """Bring what was staged on local disks to where it is published."""
-        if not writer.uploads_later:
-            return
-        if self._ranks.rank == 0:
-            _log.info("step %d is on the local disks; it is being uploaded", step)
-        try:
-            with self._ranks.region("uploading", wrap=_save_failed(step)):
-                upload_and_publish(
-                    self._ranks,
-                    writer.start_upload(),
-                    writer.checkpoint_id,
-                    writer.publish_uploaded,
-                    each_round=self._before_writing,
-                )
-        except (PublishUnknown, RankLost):
-            raise  # it may be published; or the next start finishes it
-        except CheckFreqError:
-            writer.abandon()
-            raise
-        writer.settle()
-
-    def _meet(self, job: _BackgroundWork, error: BaseException | None) -> None:
-        """Tell the other ranks, hear what rank 0 decides, and from which step on it holds."""
-        if isinstance(error, RankLost):
-            job.ended = Ended(job.step, 0, error, None)
-            return
-
-        def own() -> _Said:
-            told = None
-            if error is not None:
-                doing, wrap = "saving", _save_failed(job.step)
-                told = tell(error, self._ranks.rank, doing, wrap, named=not is_agreed(error))
-            try:
-                return _Said(told, job.facts and job.facts(), knows=True)
-            except Exception as failed:  # noqa: BLE001  all ranks hear of it
-                report(_log.exception, "step %d: what it cost cannot be told", job.step)
-                own_errors.append(failed)
-                doing = "telling what a save cost"
-                return _Said(told or tell(failed, self._ranks.rank, doing), None, knows=False)
-
-        def rule(ranks: list[_Said]) -> tuple[Told | None, Decision | None]:
-            told = next((said.told for said in ranks if said.told is not None), None)
-            if job.facts is None or not all(said.knows for said in ranks):
-                return told, None
-            try:
-                return told, self._decide(job.step, [said.facts for said in ranks])
-            except Exception as failed:  # noqa: BLE001  all ranks hear of it
-                # Told like a failed save, so that all ranks hear of it at the same step.
-                report(_log.exception, "step %d: when to save next could not be decided", job.step)
-                own_errors.append(failed)
-                return told or tell(failed, 0, "deciding when to save next", named=False), None
-
-        own_errors = [] if error is None else [error]
-        # First wait for the slowest rank, and only then hold the training for a moment.
-        told, decision = self._ranks.combine("ending a save", own, rule)
-        heard: BaseException | None = None
-        if told is not None:
-            heard = own_errors[0] if own_errors else None
-            if heard is None or not (self._ranks.is_alone or is_agreed(heard)):
-                heard = told.rebuilt()
-                heard.__cause__ = own_errors[0] if own_errors else None
-            heard = as_ours(heard, _save_failed(job.step))
-        passed = self._gate.hold()
-        try:
-            at = self._ranks.reduce_on_rank_0(passed, max) + 1
-            # Before the gate opens: the very next step may be the one to act on it.
-            job.ended = Ended(job.step, at, heard, decision)
-        finally:
-            self._gate.release()
-
 
 def _all_ready(ranks: list[_Ready]) -> bool:
     """Return whether the kept plan fits on all ranks; raise if they are not at the same step."""
@@ -606,15 +455,3 @@ def _all_ready(ranks: list[_Ready]) -> bool:
     if len(steps) > 1:
         raise SaveFailed(f"step {steps[0]}", f"the ranks are saving different steps: {steps}")
     return all(ready.plan_fits for ready in ranks)
-
-
-def _gives_back(job: _BackgroundWork) -> list[Callable[[], None]]:
-    """Return what lets go of all that a save has held, however it has ended."""
-    if not isinstance(job, _SaveInFlight):
-        return []
-    ends = [] if job.snapshot is None else [job.snapshot.end]
-    return [job.writer.close, job.planner.let_go, *ends]
-
-
-def _save_failed(step: int) -> Callable[[str], SaveFailed]:
-    return functools.partial(SaveFailed, f"step {step}")

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.tuner import Decision
+from dcp_checkfreq.runtime.told import text_of
 
 
 @dataclass(slots=True)
@@ -50,6 +51,23 @@ class SaveRecord:
     persist_s: float  # Ts: from copied to published, waiting for the clean-up before it included
     overhead: float | None  # share of training time that saving cost in the interval before
     error: str | None
+
+    @classmethod
+    def of(cls, measured: Measured, ended: Ended, waited_s: float) -> SaveRecord:
+        """Return what is remembered of a save."""
+        return cls(
+            step=ended.step,
+            interval_steps=measured.interval_steps,
+            mode=measured.mode.value,
+            state_bytes=measured.state_bytes,
+            copied_bytes=measured.copied_bytes,
+            blocked_s=measured.blocked_s,
+            waited_s=waited_s,
+            copy_s=measured.copy_s,
+            persist_s=measured.persist_s,
+            overhead=None if ended.decision is None else ended.decision.overhead_seen,
+            error=None if ended.error is None else text_of(ended.error),
+        )
 
 
 def told(save: SaveRecord) -> str:

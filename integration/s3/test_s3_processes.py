@@ -75,13 +75,13 @@ def test_a_forked_child_goes_on_with_a_tier_that_its_parent_has_used(weed, root)
 def test_a_forked_child_of_a_parent_that_used_nothing_moves_bytes_with_obstore(weed, root):
     code = """
 import os, sys
-from dcp_checkfreq.storage import remote_obstore
+from dcp_checkfreq.storage.object_store import obstore_transfer
 from dcp_checkfreq.storage.open import open_tier
 tier = open_tier(sys.argv[1], storage_options={"endpoint_url": sys.argv[2]})
 child = os.fork()
 if not child:
     tier.write_shard("a", [memoryview(b"x")], 1)
-    os._exit(0 if remote_obstore._started_in == os.getpid() else 1)
+    os._exit(0 if obstore_transfer._started_in == os.getpid() else 1)
 sys.exit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
 """
     environment = os.environ | {"AWS_ACCESS_KEY_ID": KEY, "AWS_SECRET_ACCESS_KEY": SECRET}

@@ -271,7 +271,8 @@ def test_an_upload_that_comes_to_a_stand_fails_and_a_slow_one_does_not(tmp_path,
 
 SCRIPT = """
 import sys, torch
-from dcp_checkfreq import Checkpointer, patience, watchdog
+from dcp_checkfreq import Checkpointer
+from dcp_checkfreq.ranks import patience, watchdog
 from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import GatedTier
 watchdog._POLL_S, patience._POLL_S = 0.1, 0.05
@@ -283,7 +284,7 @@ tier.wait_until_held()
 PLAIN = """
 import sys, torch, torch.distributed.checkpoint as dcp
 from dcp_checkfreq import CheckFreqWriter
-from dcp_checkfreq.publish import in_flight
+from dcp_checkfreq.commit import in_flight
 from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import GatedTier
 in_flight.GIVE_UP_AFTER_S = 0.5

@@ -1,0 +1,153 @@
+"""What a save does in the background: the snapshot is written and published by DCP."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch.distributed.checkpoint.api import CheckpointException
+
+from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner, FailingSavePlanner
+from dcp_checkfreq.dcp.writer import CheckFreqWriter
+from dcp_checkfreq.errors import CheckFreqError, PublishUnknown, RankLost, SaveFailed
+from dcp_checkfreq.format.torch_private import dcp_save
+from dcp_checkfreq.policy.save_record import Ended, Measured
+from dcp_checkfreq.ranks.collectives import GROUP_IS_GONE, Ranks
+from dcp_checkfreq.runtime.clock import Clock
+from dcp_checkfreq.runtime.outcome import is_certain
+from dcp_checkfreq.runtime.told import tell
+from dcp_checkfreq.snapshot.inventory import Piece, Structure
+from dcp_checkfreq.snapshot.stager import Snapshot
+from dcp_checkfreq.staging.upload import upload_and_publish
+
+_log = logging.getLogger(__name__)
+
+
+@dataclass(slots=True)
+class BackgroundWork:
+    """What is in flight."""
+
+    step: int
+    measured: Measured
+    facts: Callable[[], Any] | None  # None: nothing follows from what it cost
+    snapshot: Snapshot | None = None
+    ended: Ended | None = None
+    is_given_up: bool = False  # and the training thread has heard of it
+
+
+@dataclass(slots=True)
+class SaveInFlight(BackgroundWork):
+    """A save, from its snapshot on."""
+
+    begun_s: float = field(kw_only=True)  # the snapshot was; the background work somewhat later
+    started_s: float = field(kw_only=True)
+    writer: CheckFreqWriter = field(kw_only=True)
+    planner: CheckFreqSavePlanner = field(kw_only=True)
+    structure: Structure = field(kw_only=True)
+    pieces: list[Piece] = field(kw_only=True)  # of a profile: what there is to write
+
+
+def save_failed(step: int) -> Callable[[str], SaveFailed]:
+    """Return what makes the error of a save of this step, given what went wrong."""
+    return functools.partial(SaveFailed, f"step {step}")
+
+
+def refusing(ranks: Ranks, step: int, doing: str, error: BaseException) -> CheckFreqSavePlanner:
+    """Return a planner that tells all ranks in the save that this one cannot."""
+    told = tell(error, ranks.rank, doing, save_failed(step), named=False)
+    if ranks.is_alone and isinstance(error, Exception):
+        return FailingSavePlanner(error)
+    return FailingSavePlanner(told.rebuilt())
+
+
+def ends_of(work: BackgroundWork) -> list[Callable[[], None]]:
+    """Return what lets go of all that a save has held, however it has ended."""
+    if not isinstance(work, SaveInFlight):
+        return []
+    ends = [] if work.snapshot is None else [work.snapshot.end]
+    return [work.writer.close, work.planner.let_go, *ends]
+
+
+def write_and_publish(
+    job: SaveInFlight, ranks: Ranks, clock: Clock, before_writing: Callable[[], None]
+) -> None:
+    """Write a snapshot and publish it; fill in what that cost.
+
+    Args:
+        job: the save.
+        ranks: which all call this.
+        clock: for what the save costs.
+        before_writing: called on rank 0; must not raise.
+
+    Raises:
+        CheckFreqError: the save failed, or it is not known whether it is published.
+    """
+    planner, measured = job.planner, job.measured
+    where = job.writer.checkpoint_id
+    try:
+        if job.snapshot is not None:
+            # Before anything else: this thread's Python would be in the way of the loop's.
+            job.snapshot.wait()
+            measured.copy_s = job.snapshot.copy_s
+        if ranks.rank == 0:
+            with ranks.asking("renewing the lease"):
+                before_writing()
+        state = dict(job.snapshot.state) if job.snapshot is not None else {}
+    except BaseException as error:  # noqa: BLE001  the others are in the save already
+        planner, state = refusing(ranks, job.step, "copying the state", error), {}
+    if ranks.is_gone():
+        raise RankLost(where, GROUP_IS_GONE)
+    try:
+        with ranks.dcp("saving", where, wrap=functools.partial(SaveFailed, where)):
+            dcp_save(
+                state,
+                storage_writer=job.writer,
+                planner=planner,
+                process_group=ranks.group,
+                no_dist=ranks.is_alone,
+            )
+    except BaseException as failed:
+        of_all = failed.__cause__
+        if isinstance(of_all, CheckpointException):
+            certain = is_certain(of_all)
+        else:  # then no one but rank 0's writer could have published it, and that knows
+            certain = ranks.rank == 0 and isinstance(failed, Exception)
+        if certain:
+            job.writer.abandon()
+        raise
+    _upload(job, ranks, before_writing)
+    copied_s = max(job.started_s, job.begun_s + measured.copy_s)
+    measured.persist_s = max(0.0, clock.monotonic_s() - copied_s)
+    if job.pieces:  # later saves keep the plan
+        measured.persist_s = max(0.0, measured.persist_s - planner.planning_s)
+    written = planner.written_keys or frozenset()
+    measured.written_bytes = sum(
+        piece.size_bytes for piece in job.pieces if not written.isdisjoint(piece.paths)
+    )
+
+
+def _upload(job: SaveInFlight, ranks: Ranks, before_writing: Callable[[], None]) -> None:
+    """Bring what was staged on local disks to where it is published."""
+    step, writer = job.step, job.writer
+    if not writer.uploads_later:
+        return
+    if ranks.rank == 0:
+        _log.info("step %d is on the local disks; it is being uploaded", step)
+    try:
+        with ranks.region("uploading", wrap=save_failed(step)):
+            upload_and_publish(
+                ranks,
+                writer.start_upload(),
+                writer.checkpoint_id,
+                writer.publish_uploaded,
+                each_round=before_writing,
+            )
+    except (PublishUnknown, RankLost):
+        raise  # it may be published; or the next start finishes it
+    except CheckFreqError:
+        writer.abandon()
+        raise
+    writer.settle()
