@@ -9,9 +9,20 @@ import os
 import pytest
 from held_copies import held_copies, let_go_when_waited_for
 from hypothesis import HealthCheck, settings
+from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_checkfreq.storage.local import abilities
 from dcp_checkfreq.storage.local.abilities import Abilities
+from dcp_checkfreq.storage.local.tier import LocalTier
+from dcp_checkfreq.testing import MemoryTier
+
+_STOCK_CACHES = (
+    SavePlanner._cached_save_plan,
+    SavePlanner._cached_final_save_plan,
+    SavePlanner._cached_all_plans,
+    SavePlanner._cached_global_plan,
+    SavePlanner._cached_metadata,
+)
 
 # A busy machine is no reason to fail.
 PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
@@ -46,3 +57,15 @@ def late(held, monkeypatch):
 def nothing_is_remembered(monkeypatch):
     """For simulated deaths of the process: the next one knows nothing of the save before."""
     monkeypatch.setattr("dcp_checkfreq.dcp.writer.remember", lambda attempt: None)
+
+
+@pytest.fixture(autouse=True)
+def _no_plans_of_other_tests():
+    """Stock planners keep their cached plans on the class: they would reach the next test."""
+    for cache in _STOCK_CACHES:
+        cache.clear()
+
+
+@pytest.fixture(params=["memory", "disk"])
+def root(request, tmp_path):
+    return MemoryTier() if request.param == "memory" else LocalTier(tmp_path / "run")

@@ -4,14 +4,13 @@ And one that is merely slow never is. Real seconds: nothing here can be told by 
 """
 
 import signal
-import sys
 import threading
 import time
-from pathlib import Path
 
 import pytest
 import torch
 from forked_scripts import run_scripts
+from fuse_mount import Unavailable, fuse_mount
 
 from dcp_checkfreq import (
     Checkpointer,
@@ -25,9 +24,6 @@ from dcp_checkfreq.ranks import patience, watchdog
 from dcp_checkfreq.staging import upload
 from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier
-
-sys.path.append(str(Path(__file__).parent.parent / "storage"))
-from fuse_mount import Unavailable, fuse_mount
 
 TIMEOUT_S = 1.5
 SOON_S = 12.0  # on a busy machine

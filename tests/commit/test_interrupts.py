@@ -3,7 +3,7 @@ a restore: what is published is whole, or not there.
 
 Python runs signal handlers when a function is entered, so an exception raised there by a trace
 function is what an interrupt does. All entries of the commit are tried, and every so many of the
-others; ``INTERRUPT_EVERY=1 pytest tests/publish/test_interrupts.py`` tries all of them.
+others; ``INTERRUPT_EVERY=1 pytest tests/commit/test_interrupts.py`` tries all of them.
 """
 
 import os

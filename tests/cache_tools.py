@@ -14,7 +14,7 @@ from dcp_checkfreq.data.cache.eviction import charge_bytes
 from dcp_checkfreq.data.cache.file_cache import _boot
 from dcp_checkfreq.runtime.clock import SystemClock
 
-HERE = pathlib.Path(__file__).parent
+HERE = pathlib.Path(__file__).parent / "data" / "cache"
 
 
 class SlowFile:

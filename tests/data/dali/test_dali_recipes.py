@@ -5,7 +5,7 @@ import re
 
 import torch
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "data-dali.md"
+PAGE = pathlib.Path(__file__).parents[3] / "docs" / "data-dali.md"
 
 
 def test_every_block_runs_after_those_before_it(paths, tmp_path):
