@@ -120,7 +120,6 @@ OPTIONS = Rule(
     lambda value: all(isinstance(name, str) for name in value),  # type: ignore[attr-defined]
 )
 CLOCK = having("a Clock", "monotonic_s", "wall_s", "sleep")
-CALLABLE = Rule("a function", callable)
 SIGNALS = Rule(
     "a list of numbers of signals that can be caught",
     lambda value: isinstance(value, Iterable) and not isinstance(value, str | bytes),
@@ -208,10 +207,6 @@ WRITER: Rules = {
     "overlap": OPTIMIZERS,
     **_STAGING,
     "staging_bytes": whole(1).or_none(),
-    "lineage": having("a Lineage", "run_id", "abandons").or_none(),
-    "uploads_later": FLAG,
-    "may_replace": CALLABLE.or_none(),
-    "check_root": CALLABLE.or_none(),
     "clock": CLOCK.or_none(),
 }
 

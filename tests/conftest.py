@@ -56,7 +56,7 @@ def late(held, monkeypatch):
 @pytest.fixture
 def nothing_is_remembered(monkeypatch):
     """For simulated deaths of the process: the next one knows nothing of the save before."""
-    monkeypatch.setattr("dcp_checkfreq.dcp.writer.remember", lambda attempt: None)
+    monkeypatch.setattr("dcp_checkfreq.dcp.rank_save.remember", lambda attempt: None)
 
 
 @pytest.fixture(autouse=True)

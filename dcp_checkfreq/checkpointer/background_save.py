@@ -116,7 +116,7 @@ def write_and_publish(
         else:  # then no one but rank 0's writer could have published it, and that knows
             certain = ranks.rank == 0 and isinstance(failed, Exception)
         if certain:
-            job.writer.abandon()
+            job.writer.rank_save.abandon()
         raise
     _upload(job, ranks, before_writing)
     copied_s = max(job.started_s, job.begun_s + measured.copy_s)
@@ -131,8 +131,8 @@ def write_and_publish(
 
 def _upload(job: SaveInFlight, ranks: Ranks, before_writing: Callable[[], None]) -> None:
     """Bring what was staged on local disks to where it is published."""
-    step, writer = job.step, job.writer
-    if not writer.uploads_later:
+    step, save = job.step, job.writer.rank_save
+    if not save.uploads_later:
         return
     if ranks.rank == 0:
         _log.info("step %d is on the local disks; it is being uploaded", step)
@@ -140,14 +140,14 @@ def _upload(job: SaveInFlight, ranks: Ranks, before_writing: Callable[[], None])
         with ranks.region("uploading", wrap=save_failed(step)):
             upload_and_publish(
                 ranks,
-                writer.start_upload(),
-                writer.checkpoint_id,
-                writer.publish_uploaded,
+                save.start_upload(),
+                save.location,
+                save.publish_uploaded,
                 each_round=before_writing,
             )
     except (PublishUnknown, RankLost):
         raise  # it may be published; or the next start finishes it
     except CheckFreqError:
-        writer.abandon()
+        save.abandon()
         raise
-    writer.settle()
+    save.settle()

@@ -6,6 +6,7 @@ import functools
 import logging
 from collections import deque
 
+from dcp_checkfreq.dcp.rank_save import OfRun
 from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import RecoveryFailed, SaveFailed, StepsExist, WriteFailed
 from dcp_checkfreq.format import names
@@ -101,11 +102,13 @@ class RunHistory:
             self._root.child(names.step_folder(step)),
             threads=self._threads,
             allow_pickle=True,  # the planner of a `Checkpointer` has looked at every value
-            lineage=self._lineage,
-            uploads_later=True,
-            may_replace=functools.partial(self._is_replaceable, step, self._lineage),
-            check_root=functools.partial(self._check_root, self._lineage, step),
             clock=self._clock,
+            _of_run=OfRun(
+                lineage=self._lineage,
+                uploads_later=True,
+                may_replace=functools.partial(self._is_replaceable, step, self._lineage),
+                check_root=functools.partial(self._check_root, self._lineage, step),
+            ),
         )
         self._writers.append((step, writer))
         return writer
@@ -175,9 +178,10 @@ class RunHistory:
     def _as_published(self, step: int) -> Kept:
         name = names.step_folder(step)
         for saved, writer in reversed(self._writers):  # a restore may have led here once more
-            if saved == step and writer.published is not None:
-                self._watch.saved(writer.published.lineage, step, writer.published.identity)
-                return Kept(name, writer.published.identity, writer.published.files)
+            published = writer.rank_save.published
+            if saved == step and published is not None:
+                self._watch.saved(published.lineage, step, published.identity)
+                return Kept(name, published.identity, published.files)
         # Saved by an earlier process, and finished by this one.
         return Kept(name, examine(self._root.child(name), name, step).identity)
 

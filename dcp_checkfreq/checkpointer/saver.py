@@ -223,7 +223,7 @@ class Saver:
             measured.gpu_copy_s = gpu_copy_s(survey, guarded)
 
         def begin() -> Snapshot:
-            return writer.begin_snapshot(
+            return writer.stager.begin(
                 survey,
                 only=only,
                 guarded=set() if measured.mode is Mode.BLOCKING else guarded,
@@ -286,7 +286,7 @@ class Saver:
             except OSError as error:
                 raise save_failed(step)(text_of(error)) from error
             writer.watchdog = self._ranks.watchdog
-            survey = writer.survey(capture())
+            survey = writer.stager.survey(capture())
             structure = survey.inventory.structure
             fits = self._planned is structure or self._planned == structure
             self._planned = None  # until this save has worked
@@ -366,7 +366,7 @@ class Saver:
         if job is None:
             return SaveFailed("what comes next", why)
         job.is_given_up = True
-        if isinstance(job, SaveInFlight) and job.writer.give_up(why):
+        if isinstance(job, SaveInFlight) and job.writer.rank_save.give_up(why):
             return PublishUnknown(job.writer.checkpoint_id, why)
         return SaveFailed(f"step {job.step}", why)
 

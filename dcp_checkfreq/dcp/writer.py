@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import functools
 import io
 import logging
 import os
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torch.distributed.checkpoint.metadata import (
@@ -26,51 +23,33 @@ from torch.futures import Future
 from torch.optim import Optimizer
 
 from dcp_checkfreq import options
-from dcp_checkfreq.commit.assemble import assemble
-from dcp_checkfreq.commit.attempt import SaveAttempt, new_attempt
 from dcp_checkfreq.commit.in_flight import InFlight, told
 from dcp_checkfreq.commit.one_at_a_time import Turn
 from dcp_checkfreq.commit.phases import Phase
-from dcp_checkfreq.commit.publish import publish
-from dcp_checkfreq.commit.standing import standing
 from dcp_checkfreq.dcp.boundary import tells_errors
 from dcp_checkfreq.dcp.name_lengths import check_step_lengths
-from dcp_checkfreq.dcp.unsettled import remember, sweep_up
+from dcp_checkfreq.dcp.rank_save import OfRun, RankSave
 from dcp_checkfreq.errors import (
-    PublishUnknown,
     SaveFailed,
     UnsupportedOption,
-    WriteFailed,
 )
-from dcp_checkfreq.format import index, names
-from dcp_checkfreq.format import metadata as metadata_format
-from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.format.envelope import Envelopes
-from dcp_checkfreq.format.texts import plain
 from dcp_checkfreq.format.value_checks import ValueChecks
 from dcp_checkfreq.ranks.watchdog import Watchdog
-from dcp_checkfreq.recovery.files import is_published, named_in
-from dcp_checkfreq.runtime import version
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
-from dcp_checkfreq.runtime.crew import Crew
 from dcp_checkfreq.runtime.gc_paused import collector_held
 from dcp_checkfreq.runtime.gil_switch_interval import quick_switching
-from dcp_checkfreq.shards.assign import Placement
-from dcp_checkfreq.shards.codec import Item, finish_gpu_work, pieces
+from dcp_checkfreq.shards.codec import finish_gpu_work
 from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve, value_of
-from dcp_checkfreq.snapshot.inventory import Survey
-from dcp_checkfreq.snapshot.optimizer_guard import Address, guard_of
-from dcp_checkfreq.snapshot.stager import Snapshot, Stager
-from dcp_checkfreq.staging.staged_save import Place, StagedSave
+from dcp_checkfreq.snapshot.optimizer_guard import guard_of
+from dcp_checkfreq.snapshot.stager import Stager
 from dcp_checkfreq.staging.staged_tier import (
-    StagedTier,
     StagingDir,
-    Upload,
     staged_folder,
 )
 from dcp_checkfreq.storage.object_store.options import Options
 from dcp_checkfreq.storage.open import Location, can_open, open_tier
-from dcp_checkfreq.storage.tier import StaleCredentials, Tier
+from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
 
@@ -110,14 +89,6 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         staging_bytes: what a rank may keep on the local disk. None: see `StagingArea`.
         storage_options: for the file system of a URL, as fsspec (for ``s3://`` s3fs) takes them.
             Not in pickles, but for what is known to be no secret; see `RemoteTier`.
-        lineage: the run that saves; `Checkpointer` fills it in.
-        uploads_later: `finish` commits on the local disks only; whoever drives this writer calls
-            `start_upload`, `publish_uploaded` and `settle`. `Checkpointer` does.
-        may_replace: asked on the coordinator when a checkpoint is there and ``overwrite`` is not
-            set, early and again right before the commit. `Checkpointer` passes one by that is
-            damaged or was left behind.
-        check_root: called on the coordinator, early and again right before the commit; what it
-            raises fails the save. `Checkpointer` lets it look for other runs.
         clock: by which copies are timed.
 
     Not thread-safe: one save at a time.
@@ -135,11 +106,8 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         staging_dir: StagingDir | None = None,
         staging_bytes: int | None = None,
         storage_options: Mapping[str, Any] | None = None,
-        lineage: index.Lineage | None = None,
-        uploads_later: bool = False,
-        may_replace: Callable[[], bool] | None = None,
-        check_root: Callable[[], None] | None = None,
         clock: Clock | None = None,
+        _of_run: OfRun | None = None,  # of `Checkpointer`
     ) -> None:
         options.check(options.WRITER, locals())
         super().__init__()
@@ -151,12 +119,9 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._allow_pickle = allow_pickle
         self._values = ValueChecks()
         self._overlap = tuple(overlap)
-        self._lineage = lineage
-        self._uploads_later = uploads_later
-        self._may_replace = _always if overwrite else may_replace
+        self._of_run = _of_run or OfRun(may_replace=_always if overwrite else None)
         self._clock = clock or SystemClock()
-        self._check_root = check_root
-        self._stager = Stager(clock=clock)
+        self.stager = Stager(clock=clock)
         self._turn = Turn()
         self.in_flight = InFlight()
         self.watchdog: Watchdog | None = None  # hears what this rank is at
@@ -175,25 +140,19 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         return tier
 
     def _begin(self) -> None:
-        self._attempt: SaveAttempt = new_attempt(self._tier)
-        self._staged: StagedSave | None = None
-        if isinstance(self._tier, StagedTier):
-            self._staged = StagedSave(self._tier, self._attempt.id, threads=self._threads)
-        self._to_publish: tuple[bytes, Mapping[str, int]] = b"", {}
-        self.published: Published | None = None
-        self._is_coordinator = False
-        self._rank = 0
-        self._world_size = 1
+        self.rank_save = RankSave(
+            self._tier, self._of_run, threads=self._threads, clock=self._clock
+        )
 
     # --- DCP's calls, in their order ---
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
         """Start a new save, into ``checkpoint_id`` if given; all other options stay."""
-        self._stager.handed_to(threading.current_thread())
+        self.stager.handed_to(threading.current_thread())
         self._turn.wait()
-        if self._is_coordinator:
+        if self.rank_save.is_coordinator:
             # If `finish` was never called for it, it failed: only this object could have.
-            self.abandon()
+            self.rank_save.abandon()
         if checkpoint_id is not None:
             self._tier = self._opened(checkpoint_id)
         self._begin()
@@ -201,13 +160,13 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     def storage_meta(self) -> StorageMeta:
         """Name the checkpoint and the attempt for DCP's logs and metadata."""
         # DCP's first call in the thread that saves: if it dies now, this is all that is known.
-        self._stager.handed_to(threading.current_thread())
-        return StorageMeta(checkpoint_id=plain(self._tier.location), save_id=self._attempt.id)
+        self.stager.handed_to(threading.current_thread())
+        return self.rank_save.meta
 
     @property
     def save_id(self) -> str:
         """Name of the save under way or next, as stock writers have it."""
-        return self._attempt.id
+        return self.rank_save.attempt.id
 
     # DCP passes rank and use_collectives only to a parameter that is named `kwargs`.
     @tells_errors(SaveFailed, "looking whether it can save")
@@ -219,32 +178,20 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             CheckpointExists: a whole checkpoint is there and ``overwrite`` is False.
             WriteFailed: the storage failed.
         """
-        if self._attempt.phase is not Phase.IDLE:
+        if self.rank_save.attempt.phase is not Phase.IDLE:
             self.reset()  # DCP itself calls it only when it is given a checkpoint_id
         worker = self._turn.take()
-        self._stager.handed_to(worker)
+        self.stager.handed_to(worker)
         self.in_flight.taken_up(worker)
         if not kwargs.get("use_collectives", True):
             raise UnsupportedOption(
                 "use_collectives=False",
                 "without the ranks' agreement nobody can tell when the checkpoint is whole",
             )
-        self._is_coordinator = is_coordinator
-        self._rank = kwargs.get("rank", 0)
+        self.rank_save.is_coordinator = is_coordinator
+        self.rank_save.rank = kwargs.get("rank", 0)
         if is_coordinator:
-            if self._check_root is not None:
-                self._check_root()
-            with self._storage_errors():
-                sweep_up(self._tier)
-                if is_published(self._tier) and not (self._may_replace and self._may_replace()):
-                    raise standing(self._tier)
-
-    @contextlib.contextmanager
-    def _storage_errors(self) -> Iterator[None]:
-        try:
-            yield
-        except OSError as error:
-            raise WriteFailed(self._tier.location, f"rank {self._rank}: {error}") from error
+            self.rank_save.check()
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Return the plan as it is."""
@@ -259,13 +206,11 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         Raises:
             WriteFailed: the storage failed.
         """
-        self._world_size = len(plans)
-        with self._storage_errors():
-            self._attempt.reserve()
-        remember(self._attempt)
+        self.rank_save.world_size = len(plans)
+        self.rank_save.reserve()
         return plans
 
-    @told("writing", ends=lambda writer: not writer._is_coordinator)
+    @told("writing", ends=lambda writer: not writer.rank_save.is_coordinator)
     @tells_errors(SaveFailed, "writing")
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items. On return they are durable, under names nobody knows yet.
@@ -274,51 +219,43 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             UnsupportedState: an item cannot be written or loaded again; nothing was written.
             WriteFailed: the storage failed; this rank's files were removed.
         """
+        save = self.rank_save
         try:
             with quick_switching():  # a training loop may run beside it
-                written = self._write_data(plan, planner)
-                if self._staged is not None and not self._uploads_later:
-                    self._upload_now(self._staged)
+                mine = self._written(plan, planner)
+                current = self.in_flight.current
+                save.upload_now(_nobody if current is None else current.moved)
         finally:
-            if not self._is_coordinator:
+            if not save.is_coordinator:
                 self._turn.give_back()
         # One result for all items: DCP only carries results from `write_data` to `finish`.
         result = WriteResult(
-            index=MetadataIndex(f"__rank_{self._rank}"),
-            size_in_bytes=sum(written.files.values()),
-            storage_data=_Written(written, self._on_slow_side()),
+            index=MetadataIndex(f"__rank_{save.rank}"),
+            size_in_bytes=sum(mine.files.values()),
+            storage_data=save.written(mine),
         )
         future: Future[list[WriteResult]] = Future()
         future.set_result([result])
         return future
 
-    def _write_data(self, plan: SavePlan, planner: SavePlanner) -> RankReport:
+    def _written(self, plan: SavePlan, planner: SavePlanner) -> RankReport:
         try:
-            self._attempt.begin()
-            with collector_held():
-                check = (
-                    None if self._allow_pickle else functools.partial(self._check_value, planner)
-                )
-                items = resolve(plan, planner, _ENVELOPES, check)
-                if not self._stager.holds_a_snapshot:
-                    finish_gpu_work(item.source for item in items)
-                placements = lay_out(items, self._threads)
-            files = [
-                names.shard_file(self._rank, number, self._attempt.id)
-                for number in range(len(placements))
-            ]
-            self._attempt.files = files
-            self._write_files(items, placements)
-            self._stager.check()
-        except OSError as error:
-            self.abandon()
-            raise WriteFailed(self._tier.location, f"rank {self._rank}: {error}") from error
-        except BaseException:
-            self.abandon()
-            raise
+            with self.rank_save.writing():
+                with collector_held():
+                    check = (
+                        None
+                        if self._allow_pickle
+                        else functools.partial(self._check_value, planner)
+                    )
+                    items = resolve(plan, planner, _ENVELOPES, check)
+                    if not self.stager.holds_a_snapshot:
+                        finish_gpu_work(item.source for item in items)
+                    placements = lay_out(items, self._threads)
+                signs = self.watchdog or self.in_flight.current
+                files = self.rank_save.write_files(items, placements, signs)
+                self.stager.check()
         finally:
-            self._stager.release()
-        self._attempt.wrote()
+            self.stager.release()
         with collector_held():
             return report(plan, items, placements, files)
 
@@ -338,166 +275,12 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
             CheckpointExists: another writer published first.
             PublishUnknown: the storage gave no clear answer; nothing was deleted.
         """
-        told: list[_Written] = [done.storage_data for rank in results for done in rank]
-        reports = [written.report for written in told]
-        files = {name: size for written in reports for name, size in written.files.items()}
         try:
-            with collector_held():
-                columns = assemble(metadata, reports, self._tier.location)
-            metadata.storage_meta = self.storage_meta()
-            record = index.Record(
-                attempt=self._attempt.id,
-                world_size=self._world_size,
-                step=names.parse_step(os.path.basename(self._tier.location)),
-                lineage=self._lineage,
-                written_by=version.WRITTEN_BY,
-                files=files,
-                columns=columns,
+            self.rank_save.finish(
+                metadata, [done.storage_data for rank in results for done in rank]
             )
-            with collector_held():
-                content = metadata_format.dump(metadata, record)
-            if self._staged is not None and self._uploads_later:
-                self._staged.commit(content, {name for one in told for name in one.on_slow_side})
-                self._to_publish = content, files
-            else:
-                self._publish(content, files)
-        except PublishUnknown:
-            raise
-        except BaseException as error:
-            if self._attempt.may_be_published:  # every rank must hear that: they delete their files
-                raise PublishUnknown(self._tier.location, f"interrupted by {error!r}") from error
-            self.abandon()
-            raise
-        else:
-            if self._staged is not None and not self._uploads_later:
-                self._staged.settle()
         finally:
             self._turn.give_back()
-
-    def _publish(self, content: bytes, files: Mapping[str, int]) -> None:
-        if self._check_root is not None:
-            self._check_root()
-        replaced = self._attempt.commit(
-            lambda reservation: publish(
-                self._tier,
-                content,
-                reservation=reservation,
-                files=files,
-                may_replace=self._may_replace,
-                clock=self._clock,
-            )
-        )
-        self.published = Published(identity(content), files, self._lineage)
-        if replaced is not None:
-            named = named_in(replaced, self._tier.location) or frozenset()
-            self._attempt.remove(sorted(named - files.keys()))
-
-    # --- what follows if the upload comes later ---
-
-    @property
-    def uploads_later(self) -> bool:
-        """Whether something is left to do when DCP's save has returned; the same on all ranks."""
-        return self._staged is not None and self._uploads_later
-
-    def start_upload(self) -> Upload:
-        """On every rank, once DCP's save has returned: start to copy to the remote side."""
-        assert self._staged is not None
-        self._staged.committed()
-        return self._staged.start_upload()
-
-    def publish_uploaded(self) -> None:
-        """On the coordinator, once the uploads of all ranks are complete: publish.
-
-        Raises:
-            SaveFailed, PublishUnknown: as `finish`.
-        """
-        self._publish(*self._to_publish)
-
-    def settle(self) -> None:
-        """On every rank, once it is known that the save is published."""
-        if self._staged is not None:
-            self._staged.settle()
-
-    # --- pieces of the above ---
-
-    def _upload_now(self, staged: StagedSave) -> None:
-        try:
-            current = self.in_flight.current
-            staged.upload(_nobody if current is None else current.moved)
-        except OSError as error:
-            self.abandon()
-            raise WriteFailed(self._tier.location, f"rank {self._rank}: {error}") from error
-        except BaseException:
-            self.abandon()
-            raise
-        if not self._is_coordinator:
-            staged.close()  # DCP does not tell this rank how the save ends
-
-    def _on_slow_side(self) -> tuple[str, ...]:
-        """Return this rank's files that no upload has to bring there."""
-        staged = self._staged is not None and self._staged.place is not Place.MEMORY
-        return () if staged else tuple(self._attempt.files)
-
-    def _write_files(self, items: list[Item], placements: list[Placement]) -> None:
-        if self._staged is not None and placements:
-            sizes = {
-                name: placement.size_bytes
-                for name, placement in zip(self._attempt.files, placements, strict=True)
-            }
-            if self._staged.stage(
-                self._rank,
-                sizes,
-                lambda folder: self._write_shards(folder.stage, items, placements),
-            ):
-                return
-        if placements and not self._is_coordinator:  # which has made it already
-            self._tier.make()
-        self._write_shards(self._tier.write_shard, items, placements)
-        if placements:
-            self._tier.sync()
-
-    def _write_shards(
-        self,
-        write: Callable[[str, Iterable[memoryview], int], None],
-        items: list[Item],
-        placements: list[Placement],
-    ) -> None:
-        def one(name: str, placement: Placement) -> None:
-            try:
-                write(name, self._noted(items, placement), placement.size_bytes)
-            except StaleCredentials:
-                write(name, self._noted(items, placement), placement.size_bytes)
-
-        jobs = list(zip(self._attempt.files, placements, strict=True))
-        if len(jobs) == 1:
-            one(*jobs[0])
-        elif jobs:
-            with Crew(self._threads - 1, "checkfreq-write") as crew:  # and this thread
-                crew.run_all([functools.partial(one, *job) for job in jobs])
-
-    def _noted(self, items: list[Item], placement: Placement) -> Iterator[memoryview]:
-        """Return the pieces of a file; each that the storage asks for is a sign of life of it."""
-        made, told_to = pieces(items, placement), self.watchdog or self.in_flight.current
-        return made if told_to is None else told_to.noted(made, placement.size_bytes)
-
-    def give_up(self, why: str) -> bool:
-        """On any thread: let this save come to nothing, if its storage ever comes back.
-
-        Returns:
-            Whether it is too late for that: the commit was begun.
-        """
-        self._attempt.give_up(SaveFailed(self._tier.location, why))
-        return self._attempt.may_be_published
-
-    def abandon(self) -> None:
-        """Remove this rank's files of a save that is known to have failed.
-
-        `Checkpointer` calls it on every rank. Does nothing once the files may be part of a
-        checkpoint. Errors of the removal are left to the cleaning at the next restore.
-        """
-        if self._staged is not None and self._attempt.may_delete:
-            self._staged.abandon(list(self._attempt.files))
-        self._attempt.abandon()
 
     @property
     def checkpoint_id(self) -> str:
@@ -523,61 +306,21 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         """
         in_flight = self.in_flight.next(self._tier.location)
         if not self._overlap:
-            return self._stager.stage(state_dict)
+            return self.stager.stage(state_dict)
         guards = [guard_of(optimizer) for optimizer in self._overlap]
         addresses = set().union(*(guard.addresses() for guard in guards))
-        snapshot = self._stager.begin(self.survey(state_dict), guarded=addresses)
+        snapshot = self.stager.begin(self.stager.survey(state_dict), guarded=addresses)
         for guard in guards:
             guard.arm(snapshot)
-        return in_flight.staged_by(snapshot.when_done(), self._stager.release)
-
-    def survey(self, state: Mapping[str, Any]) -> Survey:
-        """Look at a state, to begin a snapshot of it; see `Stager.survey`."""
-        return self._stager.survey(state)
-
-    def begin_snapshot(
-        self,
-        survey: Survey,
-        *,
-        only: AbstractSet[str] | None,
-        guarded: AbstractSet[Address],
-        on_gpu: bool,
-        touch_first: bool,
-    ) -> Snapshot:
-        """Start the snapshot that this writer will write; see `Stager.begin`."""
-        return self._stager.begin(
-            survey,
-            only=only,
-            guarded=guarded,
-            on_gpu=on_gpu,
-            touch_first=touch_first,
-        )
+        return in_flight.staged_by(snapshot.when_done(), self.stager.release)
 
     def synchronize_staging(self) -> None:
         """Do nothing: `stage` has copied everything when it returns."""
 
     def close(self) -> None:
         """Give the snapshot buffers back to the process-wide pool. May be called twice."""
-        self._stager.release()
-        if self._staged is not None:
-            self._staged.close()
-
-
-@dataclass(frozen=True, slots=True)
-class Published:
-    """What a save has published: by this it is known again."""
-
-    identity: str  # of its ``.metadata``
-    files: Mapping[str, int]  # its shards with their sizes in bytes
-    lineage: index.Lineage | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Written:
-    """What a rank says to the coordinator."""
-
-    report: RankReport
-    on_slow_side: tuple[str, ...]  # files that are complete there already
+        self.stager.release()
+        self.rank_save.close()
 
 
 def _always() -> bool:

@@ -17,6 +17,7 @@ from dcp_checkfreq import (
     TooManyFailures,
     find_latest_valid,
 )
+from dcp_checkfreq.dcp.rank_save import OfRun
 from dcp_checkfreq.format.names import step_folder
 from dcp_checkfreq.recovery.plan import begin_history
 from dcp_checkfreq.recovery.scan import scan
@@ -52,7 +53,7 @@ def test_a_run_that_another_one_left_behind_cannot_save_any_more(root, restore):
             assert steps_on(root) == before
             assert find_latest_valid(root).step == saved
             advance(new)
-        old._saver.ended()
+        old._saver.wait_result()
     restored, _ = restored_from(root)
     assert restored.step == saved + 1
 
@@ -97,7 +98,12 @@ def test_a_run_that_was_left_while_its_save_was_being_written_does_not_publish_i
         lease = json.loads(root.child(".checkfreq").read("lease.json"))
         lineage = begin_history("the other one", first, records, others=[lease["run_id"]])
         folder = root.child(step_folder(2))
-        dcp.save({}, storage_writer=CheckFreqWriter(folder, overwrite=True, lineage=lineage))
+        dcp.save(
+            {},
+            storage_writer=CheckFreqWriter(
+                folder, _of_run=OfRun(lineage, may_replace=lambda: True)
+            ),
+        )
         gate.release()
         with pytest.raises(LeftBehind, match=r"the other one\) went on from step 1"):
             old.wait()

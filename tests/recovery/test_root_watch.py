@@ -5,6 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 from dcp_checkfreq import CheckFreqWriter, LeftBehind, WriteFailed
+from dcp_checkfreq.dcp.rank_save import OfRun
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
 from dcp_checkfreq.recovery.plan import begin_history
@@ -24,7 +25,7 @@ def root(request, tmp_path):
 
 def save(root, step, lineage=None, *, overwrite=False):
     folder = root.child(names.step_folder(step))
-    writer = CheckFreqWriter(folder, lineage=lineage, overwrite=overwrite)
+    writer = CheckFreqWriter(folder, _of_run=OfRun(lineage, may_replace=lambda: overwrite))
     dcp.save({"w": torch.ones(4)}, storage_writer=writer)
 
 

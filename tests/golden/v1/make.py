@@ -74,6 +74,7 @@ def main() -> None:
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
     from dcp_checkfreq import CheckFreqWriter
+    from dcp_checkfreq.dcp.rank_save import OfRun
     from dcp_checkfreq.format.index import Lineage
 
     if FOLDER.exists():
@@ -87,7 +88,7 @@ def main() -> None:
         state["model"][name] = distribute_tensor(whole, mesh, [Shard(0)])
     state["whole"]["f16"] = distribute_tensor(state["whole"]["f16"], mesh, [Replicate()])
     lineage = Lineage(run_id=RUN_ID, parent_step=PARENT_STEP, abandons=ABANDONS)
-    dcp.save(state, storage_writer=CheckFreqWriter(FOLDER, lineage=lineage))
+    dcp.save(state, storage_writer=CheckFreqWriter(FOLDER, _of_run=OfRun(lineage)))
     dist.destroy_process_group()
 
 
