@@ -220,8 +220,13 @@ def test_only_the_clock_reads_the_time(name):
             pytest.fail(f"{name}:{node.lineno} asks for the time")
 
 
-# `elastic` makes the process group, and uses nothing of it.
-@pytest.mark.parametrize("name", [n for n in MODULES if n not in ("ranks/collectives", "elastic")])
+# These make and end process groups, and use nothing of them.
+MAKES_GROUPS = ("ranks/own_group", "elastic")
+
+
+@pytest.mark.parametrize(
+    "name", [n for n in MODULES if n not in ("ranks/collectives", *MAKES_GROUPS)]
+)
 def test_only_one_module_uses_collectives(name):
     for full in imports_of(name):
         if full == "torch.distributed" or full.startswith("torch.distributed."):

@@ -15,7 +15,8 @@ from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import CheckFreqError, PublishUnknown, RankLost, SaveFailed
 from dcp_checkfreq.format.torch_private import dcp_save
 from dcp_checkfreq.policy.save_record import Ended, Measured
-from dcp_checkfreq.ranks.collectives import GROUP_IS_GONE, Ranks
+from dcp_checkfreq.ranks.collectives import Ranks
+from dcp_checkfreq.ranks.own_group import GROUP_IS_GONE
 from dcp_checkfreq.runtime.clock import Clock
 from dcp_checkfreq.runtime.outcome import is_certain
 from dcp_checkfreq.runtime.told import tell

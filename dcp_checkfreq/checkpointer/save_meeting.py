@@ -15,7 +15,8 @@ from dcp_checkfreq.checkpointer.background_save import BackgroundWork, save_fail
 from dcp_checkfreq.errors import RankLost
 from dcp_checkfreq.policy.save_record import Ended
 from dcp_checkfreq.policy.tuner import Decision
-from dcp_checkfreq.ranks.collectives import Ranks, is_agreed
+from dcp_checkfreq.ranks.collectives import Ranks
+from dcp_checkfreq.ranks.meeting import is_agreed
 from dcp_checkfreq.ranks.step_gate import Gate
 from dcp_checkfreq.runtime.outcome import report
 from dcp_checkfreq.runtime.told import Told, as_ours, tell

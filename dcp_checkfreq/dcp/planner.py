@@ -46,7 +46,7 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.format.digest import digest
 from dcp_checkfreq.format.safe_bytes import load_object
 from dcp_checkfreq.format.value_checks import ValueChecks, serialised
-from dcp_checkfreq.ranks.collectives import GROUP_IS_GONE
+from dcp_checkfreq.ranks.own_group import GROUP_IS_GONE
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
 from dcp_checkfreq.runtime.gc_paused import collector_held
 from dcp_checkfreq.shards.assign import share_out

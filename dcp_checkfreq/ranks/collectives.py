@@ -10,30 +10,42 @@ from __future__ import annotations
 
 import contextlib
 import datetime
-import functools
 import itertools
-import os
 import pickle
 import sys
 import traceback
 import uuid
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq import options
-from dcp_checkfreq.errors import RankFailed, RankLost, SaveFailed, UnsupportedOption
+from dcp_checkfreq.errors import RankLost, UnsupportedOption
 from dcp_checkfreq.format.torch_private import default_store
+from dcp_checkfreq.ranks.meeting import (
+    NOTHING,
+    Answer,
+    Message,
+    answer,
+    is_agreed,
+    mark_agreed,
+    raise_agreed,
+)
+from dcp_checkfreq.ranks.own_group import (
+    GROUP_IS_GONE,
+    KnownGroup,
+    OwnGroup,
+    refuse_parents_group,
+    world,
+)
 from dcp_checkfreq.ranks.rollcall import RollCall
 from dcp_checkfreq.ranks.watchdog import Watchdog
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
-from dcp_checkfreq.runtime.process_end import wait_for_all
 from dcp_checkfreq.runtime.told import (
-    Told,
     Wrap,
     as_ours,
     tell,
@@ -44,54 +56,8 @@ T = TypeVar("T")
 V = TypeVar("V")
 
 _DEFAULT_TIMEOUT_S = 1800.0
-_AGREED = "_dcp_checkfreq_agreed"  # on an error that all ranks raise
 
-# What a rank says in a meeting: at what it is, its value as a pickle, or an error.
-_Message = tuple[str, bytes, "Told | None"]
-# What rank 0 answers: the result as a pickle, or an error; whether all ranks had the same one.
-_Answer = tuple[bytes, "Told | None", bool]
-_NOTHING = pickle.dumps(None)
-_HERALDS = "checkfreq"  # the name of their backend
 _made = itertools.count()  # of this process; the ranks make theirs in the same order
-
-
-GROUP_IS_GONE = (
-    "the process group with which the Checkpointer was made was destroyed. Close the Checkpointer, "
-    "or leave its with block, before destroy_process_group(), and make a new one after "
-    "init_process_group()"
-)
-_OF_THE_PARENT = (
-    "a forked child has the connections of its parent's process group, and would take the answers "
-    "of other ranks from it. Fork before init_process_group(), start the child in another way "
-    "(multiprocessing's 'spawn'), or let the parent save"
-)
-
-
-def _world() -> dist.ProcessGroup | None:
-    """Return the process group of this job."""
-    is_there = dist.is_available() and dist.is_initialized()
-    return dist.group.WORLD if is_there else None
-
-
-class _Known:
-    """Knows a process group again. It is not kept alive: that would keep its connections open."""
-
-    def __init__(self, group: dist.ProcessGroup | None) -> None:
-        self._group = None if group is None else weakref.ref(group)
-
-    def is_it(self, group: dist.ProcessGroup | None) -> bool:
-        return group is not None and self._group is not None and self._group() is group
-
-
-_inherited = _Known(None)
-
-
-def _in_child() -> None:
-    global _inherited
-    _inherited = _Known(_world())
-
-
-os.register_at_fork(after_in_child=_in_child)
 
 
 class Ranks:
@@ -113,23 +79,21 @@ class Ranks:
     def __init__(
         self, *, timeout_s: float = _DEFAULT_TIMEOUT_S, clock: Clock | None = None
     ) -> None:
-        self._group: dist.ProcessGroup | None = None
-        self._herald: dist.ProcessGroup | None = None
-        world = _world()
-        self._world = _Known(world)
+        self._own: OwnGroup | None = None
+        group = world()
+        self._world = KnownGroup(group)
         self._lost: RankLost | None = None
         self._notes: RollCall | None = None
         self.rank, self.world_size = 0, 1
-        if world is not None:
+        if group is not None:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
         # A clock that is none is refused by whoever was given it, on all ranks together.
         is_clock = clock is not None and hasattr(clock, "monotonic_s")
         self.watchdog = Watchdog(self.rank, clock if clock and is_clock else SystemClock())
-        self.is_alone = world is None
+        self.is_alone = group is None
         self.timeout_s, problem = _checked(timeout_s)
         self.watchdog.limit_s = self.timeout_s
-        if world is not None and _inherited.is_it(world):
-            raise SaveFailed(f"process {os.getpid()}", _OF_THE_PARENT)
+        refuse_parents_group(group)
         # Its thread must not keep alive what a script has dropped without closing it.
         weakref.finalize(self, self.watchdog.close).atexit = False
         self.watchdog.start()
@@ -150,13 +114,7 @@ class Ranks:
         """Make the group. Who does not come is named, although the ranks have no key yet."""
         self._leave_notes_under(f"making/{next(_made)}")
         with self._others_answer("making a process group", ""):
-            self._group = dist.new_group(
-                backend="gloo", timeout=datetime.timedelta(seconds=self.timeout_s)
-            )
-            _register_heralds()
-            self._herald = dist.new_group(
-                backend=_HERALDS, timeout=datetime.timedelta(seconds=self.timeout_s)
-            )
+            self._own = OwnGroup(self.timeout_s)
 
     def _leave_notes_under(self, key: str) -> None:
         self._notes = RollCall(default_store(), f"checkfreq/{key}", self.rank, self.world_size)
@@ -165,11 +123,11 @@ class Ranks:
     @property
     def group(self) -> dist.ProcessGroup | None:
         """The group, or None in a job of one process."""
-        return self._group
+        return None if self._own is None else self._own.group
 
     def is_gone(self) -> bool:
         """Whether the process group was destroyed by others, and with it this one."""
-        return self._group is not None and not self._world.is_it(_world())
+        return self.group is not None and not self._world.is_it(world())
 
     def doing(self, phase: str, where: str = "") -> contextlib.AbstractContextManager[None]:
         """Say what this rank is at, for a warning if it does not return; see `Watchdog`."""
@@ -220,7 +178,7 @@ class Ranks:
             if not is_agreed(error):
                 self._meet(self._told(error, what, wrap), error, _no_rule, wrap)
             raise
-        self._meet((what, _NOTHING, None), None, _no_rule, wrap)
+        self._meet((what, NOTHING, None), None, _no_rule, wrap)
 
     @contextlib.contextmanager
     def making(self, what: str, undo: Callable[[], None]) -> Iterator[None]:
@@ -257,7 +215,7 @@ class Ranks:
             with self._at(what):
                 return rule([work()])
         own: BaseException | None = None
-        message: _Message
+        message: Message
         try:
             with self._at(what):
                 message = (what, pickle.dumps(work()), None)
@@ -324,8 +282,8 @@ class Ranks:
             RankLost: a rank did not take part within the timeout.
         """
         with self._others_answer("exchanging bytes", ""):
-            waiting = [dist.irecv(tensor, rank, group=self._group) for rank, tensor in receives]
-            waiting += [dist.isend(tensor, rank, group=self._group) for rank, tensor in sends]
+            waiting = [dist.irecv(tensor, rank, group=self.group) for rank, tensor in receives]
+            waiting += [dist.isend(tensor, rank, group=self.group) for rank, tensor in sends]
             for work in waiting:
                 if work is not None:
                     work.wait()
@@ -362,52 +320,52 @@ class Ranks:
             is_of_all = len(told) == self.world_size and len(alike) == 1
             own = error.failures.get(self.rank, (None, None))[0]
             if own is not None and not isinstance(own, Exception):
-                _mark(own)
+                mark_agreed(own)
                 raise own from error
-            _raise_agreed(told[rank] if is_of_all else told[rank].of_rank(rank), error)
+            raise_agreed(told[rank] if is_of_all else told[rank].of_rank(rank), error)
 
     # --- how ---
 
     def _at(self, what: str) -> contextlib.AbstractContextManager[None]:
         return self.watchdog.doing(what)
 
-    def _told(self, error: BaseException, what: str, wrap: Wrap | None) -> _Message:
+    def _told(self, error: BaseException, what: str, wrap: Wrap | None) -> Message:
         return what, b"", tell(error, self.rank, what, wrap)
 
     def _meet(
         self,
-        message: _Message,
+        message: Message,
         own: BaseException | None,
         rule: Callable[[list[Any]], T],
         wrap: Wrap | None,
     ) -> T:
         what = message[0]
         result: list[T] = []
-        answer: list[_Answer | None] = [None]
+        answers: list[Answer | None] = [None]
         with self._others_answer(what, ""):
             everyones: list[Any] | None = None
             if self.rank == 0:
                 everyones = [None] * self.world_size
-            dist.gather_object(message, everyones, dst=0, group=self._group)
+            dist.gather_object(message, everyones, dst=0, group=self.group)
             if everyones is not None:
                 try:
                     with self._at(what):
-                        answer[0] = _answer(everyones, rule, result)
+                        answers[0] = answer(everyones, rule, result)
                 except BaseException as error:  # noqa: BLE001  every rank raises it below
                     own = error
-                    answer[0] = (b"", tell(error, 0, what, wrap, named=False), False)
-            dist.broadcast_object_list(answer, src=0, group=self._group)
-        assert answer[0] is not None
-        payload, told, is_of_all = answer[0]
+                    answers[0] = (b"", tell(error, 0, what, wrap, named=False), False)
+            dist.broadcast_object_list(answers, src=0, group=self.group)
+        assert answers[0] is not None
+        payload, told, is_of_all = answers[0]
         if told is None:
             return result[0] if self.rank == 0 else pickle.loads(payload)
         if own is not None and (is_of_all or not isinstance(own, Exception)):
-            _mark(own)
+            mark_agreed(own)
             raise own
         agreed: BaseException = told.rebuilt()
         if own is not None and type(own) is type(agreed) and str(own) == str(agreed):
             agreed, own = own, own.__cause__
-        return _raise_agreed(agreed, own)
+        return raise_agreed(agreed, own)
 
     @contextlib.contextmanager
     def _others_answer(self, what: str, where: str) -> Iterator[None]:
@@ -443,12 +401,12 @@ class Ranks:
     def _lost_again(self) -> RankLost:
         assert self._lost is not None
         again = RankLost(*self._lost.args)
-        _mark(again)
+        mark_agreed(again)
         return again
 
     def _lose(self, what: str, where: str, error: BaseException) -> RankLost:
         text = GROUP_IS_GONE if self.is_gone() else text_of(error)
-        is_of_group = isinstance(error, RuntimeError) and ("gloo" in text or self._group is None)
+        is_of_group = isinstance(error, RuntimeError) and ("gloo" in text or self.group is None)
         # The group closes its connections when nobody refers to it, and only then do ranks hear
         # of it that wait for this one. The frames where it failed do.
         if error.__traceback__ is not None:
@@ -464,23 +422,17 @@ class Ranks:
                 f"({missing + '; ' if missing else ''}{text})"
             )
         self._lost = RankLost(where or f"rank {self.rank}", why)
-        _mark(self._lost)
+        mark_agreed(self._lost)
         return self._lost
 
     def _end(self) -> None:
-        groups = self._group, self._herald
-        self._group = self._herald = None
-        if groups[1] is not None:
-            groups[1].is_armed = False  # type: ignore[attr-defined]
-        for group in groups:
-            if group is not None and dist.is_initialized():
-                with contextlib.suppress(ValueError, RuntimeError):  # gone with the default group
-                    dist.destroy_process_group(group)
+        if self._own is not None:
+            self._own.end()
 
     def close(self) -> None:
         """Give up the group. May be called twice."""
         self.watchdog.close()
-        if self._group is None:
+        if self.group is None:
             return
         if self._notes is not None and self._lost is None:
             error = sys.exc_info()[1]
@@ -488,32 +440,6 @@ class Ranks:
             self._notes.leave(f"its Checkpointer was closed{because}")
         self._lost = self._lost or RankLost(f"rank {self.rank}", "the ranks' group is closed")
         self._end()
-
-
-def _answer(
-    everyones: Sequence[_Message], rule: Callable[[list[Any]], T], result: list[T]
-) -> _Answer:
-    """On rank 0: conclude, keep the result, and return what the others get."""
-    failures = [told for _, _, told in everyones if told is not None]
-    if failures:
-        alike = {(told.kind, str(_unnamed(told))) for told in failures}
-        is_of_all = len(failures) == len(everyones) and len(alike) == 1
-        return b"", failures[0], is_of_all
-    places = [what for what, _, _ in everyones]
-    for rank, place in enumerate(places):
-        if place != places[0]:
-            raise RankFailed(rank, place, f"the ranks are in different calls; rank 0: {places[0]}")
-    result.append(rule([pickle.loads(payload) for _, payload, _ in everyones]))
-    return pickle.dumps(result[0]), None, False
-
-
-def _unnamed(told: Told) -> tuple[object, ...]:
-    """Return the fields of an error without the number of the rank."""
-    return tuple(
-        field.replace(f"rank {told.rank}", "rank", 1) if isinstance(field, str) else field
-        for field in told.fields
-        if field != told.rank
-    )
 
 
 def _no_rule(_: list[Any]) -> None:
@@ -534,42 +460,3 @@ def _checked(timeout_s: float) -> tuple[float, Exception | None]:
 def _raise(problem: Exception | None) -> None:
     if problem is not None:
         raise problem
-
-
-def is_agreed(error: BaseException) -> bool:
-    """Tell whether all ranks have raised this."""
-    return hasattr(error, _AGREED)
-
-
-def _mark(error: BaseException) -> None:
-    with contextlib.suppress(AttributeError, TypeError):
-        setattr(error, _AGREED, True)
-
-
-def _raise_agreed(error: BaseException, cause: BaseException | None) -> NoReturn:
-    _mark(error)
-    raise error from cause
-
-
-@functools.cache
-def _register_heralds() -> None:
-    """Make known to torch a kind of group that carries nothing, and hears of its end.
-
-    `destroy_process_group` calls `shutdown` of all groups before it takes anything apart. Scripts
-    end with that call, torch tells nobody of it, and a save needs its group to the end.
-    """
-
-    class Herald(dist.ProcessGroup):  # here, as there are builds of torch without any groups
-        is_armed = True
-
-        def getBackendName(self) -> str:
-            return _HERALDS
-
-        def shutdown(self) -> None:
-            if self.is_armed:
-                wait_for_all()
-
-    def make(_store: object, rank: int, world_size: int, _timeout: object) -> Herald:
-        return Herald(rank, world_size)  # type: ignore[call-arg]  # not in the stubs
-
-    dist.Backend.register_backend(_HERALDS, make, devices=["cpu"])
