@@ -40,7 +40,7 @@ def stream_order(site: Site) -> Facts:
                 ckpt.after_step()
                 ckpt.save(wait=True)  # the buffers are there
                 with site.stream(own=own):
-                    zero = site.remote.queue(0.2)
+                    zero = site.slow.queue(0.2)
                     with torch.no_grad():
                         for number, parameter in enumerate(job.model.parameters()):
                             parameter.copy_(parameter + zero + number + 1)
@@ -164,7 +164,7 @@ def unguarded_state(site: Site) -> Facts:
                 ckpt.save(wait=True)
                 job.iterate()
                 ckpt.after_step()
-                site.remote.queue(0.1)
+                site.slow.queue(0.1)
                 want = frozen({**job.capture(), "extra": parts["extra"]})
                 ckpt.save()
                 job.model(job.batch)  # changes the statistics of the norm
@@ -191,7 +191,7 @@ def lazy_bits(site: Site) -> Facts:
             ckpt.save(wait=True)
             ckpt.after_step()
             want = frozen(parts)
-            site.remote.queue(0.1)  # the copy arrives long after the call
+            site.slow.queue(0.1)  # the copy arrives long after the call
             ckpt.save(wait=True)
         again = {"extra": frozen(parts["extra"])}
         with checkpointer(root, again, "cpu") as ckpt:

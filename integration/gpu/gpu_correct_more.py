@@ -74,7 +74,7 @@ def plain_dcp(site: Site) -> Facts:
                 del state["conjugated"]  # see `lazy_bits`
             with site.root() as root:
                 with site.stream(own=own):
-                    zero = site.remote.queue(0.1)
+                    zero = site.slow.queue(0.1)
                     state[str(torch.float32)].copy_(state[str(torch.float32)] + zero + 1)
                     want = frozen(state)
                     writer = CheckFreqWriter(root / "step_1")
@@ -157,7 +157,7 @@ def restore_order(site: Site) -> Facts:
             other = Job(site, layers=4, seed=1)
             other.iterate()
             with checkpointer(root, other.parts, "cpu") as ckpt, site.stream(own=own):
-                zero = site.remote.queue(0.5)
+                zero = site.slow.queue(0.5)
                 with torch.no_grad():
                     for parameter in other.model.parameters():
                         parameter.copy_(parameter * 0 + zero - 1)

@@ -86,7 +86,7 @@ def measure(ranks: Ranks, call: Callable[[], None], *, cold: bool = False) -> di
         "syscall_read_bytes": _read_bytes() - read_before,
         "extra_peak_bytes": max(0, _status_bytes("VmHWM") - before_bytes),
     }
-    costs = ranks.all_gather(cost)
+    costs = ranks.gather(cost)
     join = {"wall_s": max, "extra_peak_bytes": max, "cpu_s": sum, "syscall_read_bytes": sum}
     return {name: float(join[name](c[name] for c in costs)) for name in cost}
 

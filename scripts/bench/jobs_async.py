@@ -40,7 +40,7 @@ def first_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
 
     cost = measure(ranks, whole_save)
     first = {
-        "first_blocked_s": max(ranks.all_gather(blocked_s[0])),
+        "first_blocked_s": max(ranks.gather(blocked_s[0])),
         "first_total_s": cost["wall_s"],
         # the snapshot itself is not counted: one rank's worth on every rank
         "first_extra_peak_bytes": max(0.0, cost["extra_peak_bytes"] - local_bytes(state)),
@@ -48,7 +48,7 @@ def first_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
     samples: Samples = {}
     record(samples, name, first)
     remove_folder(folder, ranks)
-    return {"samples": samples, "bytes": sum(ranks.all_gather(local_bytes(state)))}
+    return {"samples": samples, "bytes": sum(ranks.gather(local_bytes(state)))}
 
 
 def slowdown_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
@@ -75,11 +75,11 @@ def slowdown_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
             cost = _idle_save(starts[name], state, folder)
         else:
             cost = _save_under(step, loop, starts[name], state, folder, BASELINE_S[spec.scale])
-        costs = ranks.all_gather(cost)
+        costs = ranks.gather(cost)
         if round_number:
             record(samples, name, {key: max(c[key] for c in costs) for key in cost})
         remove_folder(folder, ranks)
-    return {"samples": samples, "bytes": sum(ranks.all_gather(local_bytes(state)))}
+    return {"samples": samples, "bytes": sum(ranks.gather(local_bytes(state)))}
 
 
 def _idle_save(start: Start, state: State, folder: Path) -> dict[str, float]:

@@ -25,7 +25,7 @@ def s3_save_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
         if round_number:
             record(samples, name, cost)
         _remove_bucket(own, ranks)
-    return {"samples": samples, "bytes": sum(ranks.all_gather(local_bytes(state)))}
+    return {"samples": samples, "bytes": sum(ranks.gather(local_bytes(state)))}
 
 
 def s3_prepare_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
@@ -35,7 +35,7 @@ def s3_prepare_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
     for name in spec.arms:
         S3_SAVE_ARMS[name](state, place.below(name), ranks)
         ranks.barrier()
-    return {"samples": {}, "bytes": sum(ranks.all_gather(local_bytes(state)))}
+    return {"samples": {}, "bytes": sum(ranks.gather(local_bytes(state)))}
 
 
 def s3_load_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
@@ -56,7 +56,7 @@ def s3_load_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
 
         cost = measure(ranks, load)
         if round_number:
-            counted = ranks.all_gather(counts)
+            counted = ranks.gather(counts)
             cost |= {key: float(sum(c[key] for c in counted)) for key in counts}
             if counts:
                 cost["counted_per_needed"] = (
@@ -65,7 +65,7 @@ def s3_load_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
             record(samples, name, cost)
         elif not arm.is_limit:
             check(state, wanted, rank=ranks.rank, ranks=ranks.count)
-    return {"samples": samples, "bytes": sum(ranks.all_gather(local_bytes(state)))}
+    return {"samples": samples, "bytes": sum(ranks.gather(local_bytes(state)))}
 
 
 def _place(spec: Spec) -> Place:

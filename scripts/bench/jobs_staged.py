@@ -37,9 +37,9 @@ def staged_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
             ckpt.wait()
             took_s = time.perf_counter() - begun_s
             if round_number:
-                cost = {"blocked_s": blocked_s, "published_s": max(ranks.all_gather(took_s))}
+                cost = {"blocked_s": blocked_s, "published_s": max(ranks.gather(took_s))}
                 record(samples, name, cost)
-    return {"samples": samples, "bytes": sum(ranks.all_gather(local_bytes(state)))}
+    return {"samples": samples, "bytes": sum(ranks.gather(local_bytes(state)))}
 
 
 def _checkpointer(name: str, state: dict[str, Any], place: Place, folder: Path) -> Any:

@@ -31,7 +31,7 @@ def save_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
         if round_number:
             record(samples, name, cost)
         remove_folder(folder, ranks)
-    return {"samples": samples, "bytes": sum(ranks.all_gather(local_bytes(state)))}
+    return {"samples": samples, "bytes": sum(ranks.gather(local_bytes(state)))}
 
 
 def save_first_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
@@ -67,7 +67,7 @@ def load_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
     state = build(wanted, rank=ranks.rank, ranks=ranks.count, filled=False)
     huge_buffers()  # the limits' targets are there before, as the state is
     pread_buffer()
-    needed_bytes = sum(ranks.all_gather(local_bytes(state)))
+    needed_bytes = sum(ranks.gather(local_bytes(state)))
     samples: Samples = {}
     for round_number, name in order(spec.arms, spec.repeats, spec.seed):
         arm = LOAD_ARMS[name]
@@ -81,7 +81,7 @@ def load_job(spec: Spec, ranks: Ranks) -> dict[str, Any]:
 
         cost = measure(ranks, load, cold=spec.cold)
         if round_number:
-            counted = ranks.all_gather(counts)
+            counted = ranks.gather(counts)
             cost |= {key: float(sum(c[key] for c in counted)) for key in counts}
             cost["read_per_needed"] = cost["syscall_read_bytes"] / needed_bytes
             if counts:

@@ -115,7 +115,9 @@ def test_a_log_handler_that_raises_while_cleaning_up_stops_nothing(handler, monk
     def published(*_):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("dcp_checkfreq.checkpointer.run_history.OwnSteps.published", published)
+    monkeypatch.setattr(
+        "dcp_checkfreq.checkpointer.run_history.RunHistory.apply_retention", published
+    )
     breaks = handler(ConnectionError("log server"))
     with Checkpointer(MemoryTier(), counter(), every=1) as ckpt:
         ckpt.after_step()
