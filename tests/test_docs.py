@@ -17,7 +17,7 @@ from dcp_checkfreq.format.metadata import MAGIC
 ROOT = pathlib.Path(__file__).parents[1]
 DOCS = ROOT / "docs"
 FOLDERS = sorted(path.parent for path in (ROOT / "dcp_checkfreq").glob("**/__init__.py"))[1:]
-PAGES = [ROOT / "README.md", *sorted(DOCS.rglob("*.md"))]
+PAGES = [*sorted(ROOT.glob("*.md")), *sorted(DOCS.rglob("*.md"))]
 ERRORS = [cls for _, cls in inspect.getmembers(errors, inspect.isclass)
           if cls.__module__ == errors.__name__]  # fmt: skip
 
@@ -101,6 +101,20 @@ def test_a_folder_says_what_its_files_are(folder):
     inside = {path.stem for path in folder.glob("*.py")} - {"__init__"}
     inside |= {path.parent.name for path in folder.glob("*/__init__.py")}
     assert inside <= set(re.findall(r"`([\w.]+)`", said))
+
+
+def test_every_page_is_in_the_index():
+    index = text_of(DOCS / "index.md")
+    for page in DOCS.glob("*.md"):
+        assert page.name == "index.md" or f"]({page.name})" in index, page.name
+
+
+def test_every_name_in_the_code_that_the_glossary_gives_a_symbol_is_one():
+    names = re.findall(r"^\| [\w, ]+ \| ([^|]*`[^|]*) \|", text_of(DOCS / "glossary.md"), re.M)
+    code = "".join(path.read_text("utf-8") for path in (ROOT / "dcp_checkfreq").rglob("*.py"))
+    known = [name for cell in names for name in re.findall(r"`(\w+)`", cell)]
+    assert len(known) >= 10
+    assert [name for name in known if not re.search(rf"\b{name}\b", code)] == []
 
 
 def test_every_decision_is_in_the_index():

@@ -1,12 +1,13 @@
-"""The README's S3 example runs as it stands, but for the port of the server."""
+"""The script on the page for object storage runs as it stands, but for the port of the server."""
 
 import re
 import subprocess
 import sys
 from pathlib import Path
 
-README = Path(__file__).parents[2] / "README.md"
-BLOCKS = re.findall(r"^```python\n(.*?)^```$", README.read_text("utf-8"), re.M | re.S)
+PAGE = Path(__file__).parents[2] / "docs" / "object-storage.md"
+SCRIPT = PAGE.read_text("utf-8").split("## A whole script\n")[1]
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", SCRIPT, re.M | re.S)
 CHECK = """
 assert found.step == 10
 assert find_latest_valid("s3://checkpoints/run4", depth="digest", storage_options=s3) is not None

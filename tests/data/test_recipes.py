@@ -2,15 +2,14 @@
 
 import importlib.util
 import json
-import pathlib
-import re
 
 import pytest
 import torch
 from loader_tools import Ids
+from page_tools import parted
 from torch.utils.data import IterableDataset
 
-PAGE = pathlib.Path(__file__).parents[2] / "docs" / "data.md"
+PAGE = "docs/data.md"
 FILES, ROWS = 40, 50
 LOADERS = (
     "ResumableLoader", "ResumableBatchSampler", "ResumableDALILoader", "ResumableParquetLoader",
@@ -81,12 +80,12 @@ def test_every_block_runs_after_those_before_it(tmp_path):
         "train_step": lambda batch: trained.extend(batch.flatten().tolist()),
     }
     found = {}  # what was trained, by what is in the block
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.M | re.S)
+    _script, blocks = parted(PAGE)  # the script runs in tests/test_readme.py
     for code in blocks:
         if "nvidia.dali" in code and importlib.util.find_spec("nvidia.dali") is None:
             continue  # an extra that is not installed
         trained.clear()
-        exec(compile(code, str(PAGE), "exec"), names)
+        exec(compile(code, PAGE, "exec"), names)
         for loader in LOADERS:
             if f"{loader}(" in code:
                 found.setdefault(loader, sorted(trained))

@@ -1,11 +1,9 @@
 """The code on the DALI page runs, from top to bottom."""
 
-import pathlib
-import re
-
 import torch
+from page_tools import parted
 
-PAGE = pathlib.Path(__file__).parents[3] / "docs" / "data-dali.md"
+PAGE = "docs/data-dali.md"
 
 
 def test_every_block_runs_after_those_before_it(paths, tmp_path):
@@ -19,10 +17,10 @@ def test_every_block_runs_after_those_before_it(paths, tmp_path):
         "root": tmp_path,
         "train_step": lambda image, label: trained.extend(label.tolist()),
     }
-    blocks = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text("utf-8"), re.M | re.S)
+    _script, blocks = parted(PAGE)  # the script runs in tests/test_readme.py
     assert len(blocks) == 3
     for code in blocks:
-        exec(compile(code, str(PAGE), "exec"), names)
+        exec(compile(code, PAGE, "exec"), names)
     assert sorted(trained) == sorted(3 * list(range(len(paths))))
     for name in ("loader", "reader"):  # of the later blocks
         batch = next(iter(names[name]))
