@@ -187,23 +187,48 @@ class ItemsMissing(SaveFailed):
 
 
 class ReplicasDiffer(SaveFailed):
-    """Ranks hold different values under one key; saving would keep only one of them."""
+    """Ranks hold different values under one key; saving would keep only one of them.
+
+    Attributes:
+        keys: flat keys of DCP's.
+        ranks: for each key some ranks, no two of which hold the same.
+        differences: inner paths at which values differ, as in ``trainer.hooks[2].lr``, each with
+            what two ranks have there: ``(path, ((rank, text), (rank, text)))``. Empty with plain
+            `dcp.save`, where DCP has taken values apart: the keys are the paths.
+    """
 
     exit_code = 24
 
-    def __init__(self, where: str, keys: Sequence[str]) -> None:
-        super().__init__(where, f"{len(keys)} keys differ between ranks")
+    def __init__(
+        self,
+        where: str,
+        keys: Sequence[str],
+        ranks: Sequence[Sequence[int]] = (),
+        differences: Sequence[tuple[str, Sequence[tuple[int, str]]]] = (),
+    ) -> None:
+        super().__init__(where, f"{len(differences or keys)} keys differ between ranks")
         self.keys = tuple(keys)
+        self.ranks = tuple(map(tuple, ranks))
+        self.differences = tuple((path, tuple(map(tuple, held))) for path, held in differences)
 
-    def __reduce__(self) -> tuple[type, tuple[str, tuple[str, ...]]]:
-        return type(self), (self.where, self.keys)
+    def __reduce__(self) -> tuple[type, tuple[object, ...]]:
+        return type(self), (self.where, self.keys, self.ranks, self.differences)
 
     def __str__(self) -> str:
-        shown = ", ".join(self.keys[:5]) + (" ..." if len(self.keys) > 5 else "")
+        names, most = list(self.keys), 5
+        if self.differences:
+            names, most = [], 10
+            for path, held in self.differences[:most]:
+                says = len({text for _, text in held}) > 1
+                texts = ", ".join(f"rank {rank}: {text}" for rank, text in held)
+                names.append(f"{path} ({texts})" if says else path)
+        more = len(self.differences or self.keys) - most
+        shown = ", ".join(names[:most]) + (f" and {more} more" if more > 0 else "")
         return (
-            f"{self.where}: not published, these keys hold different values on different ranks "
-            f"and only one of them would be kept: {shown}. Wrap such values in PerRank, "
-            "or make the ranks agree"
+            f"{self.where}: not published, different ranks hold different values of {shown}; only "
+            "one of them would be kept. Register what belongs to each rank as a part of its own, "
+            "in PerRank (plain dcp.save: save it under a key for each rank), and make the ranks "
+            "agree on the rest"
         )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
+from dcp_checkfreq.checkpointer.replicas import inner_paths_named
 from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner, FailingSavePlanner
 from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import CheckFreqError, PublishUnknown, RankLost, SaveFailed
@@ -102,7 +103,10 @@ def write_and_publish(
     if ranks.is_gone():
         raise RankLost(where, GROUP_IS_GONE)
     try:
-        with ranks.dcp("saving", where, wrap=functools.partial(SaveFailed, where)):
+        with (
+            inner_paths_named(ranks, planner),
+            ranks.dcp("saving", where, wrap=functools.partial(SaveFailed, where)),
+        ):
             dcp_save(
                 state,
                 storage_writer=job.writer,

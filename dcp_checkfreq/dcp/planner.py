@@ -54,6 +54,10 @@ from dcp_checkfreq.shards.codec import bytes_of, check_storable, dense, is_shard
 from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.shards.self_described import describes_itself, parts_of, size_in_checkpoint
 from dcp_checkfreq.snapshot.inventory import Structure, describe
+from dcp_checkfreq.state.replica_paths import View, look_into
+from dcp_checkfreq.state.value_digests import value_digest
+
+_MOST_NAMED_RANKS = 8  # that hold different values of one key; each tells what is in its own
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +124,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self._ranks: int | None = None
         self._no_replicas: frozenset[str] = frozenset()
         self._where = self._name = ""
+        self._digests: dict[str, int] = {}
 
     @property
     def written_keys(self) -> frozenset[str] | None:
@@ -148,7 +153,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
 
     def let_go(self) -> None:
         """Keep nothing of the state alive, now that it is saved, or not."""
-        self.state_dict, self._streams = {}, {}
+        self.state_dict, self._streams, self._digests = {}, {}, {}
 
     def check_tensors_once(self) -> None:
         """Compare replicated tensors between ranks at the next save. Call it on all ranks."""
@@ -181,15 +186,17 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
             for key, value in self.state_dict.items()
             if not isinstance(value, torch.Tensor)
         }
-        digests = {key: digest(stream.getbuffer()) for key, stream in self._streams.items()}
         if not self._allow_pickle:
             for key, stream in self._streams.items():
                 look_up = functools.partial(self.state_dict.get, key)
-                self._values.check(key, stream, self._where, look_up, digests[key])
+                self._values.check(key, stream, self._where, look_up)
         shared = {key: value for key, value in self.state_dict.items() if not self._may_differ(key)}
-        digests = {key: value for key, value in digests.items() if key in shared}
+        # Not of the bytes: those of one value differ between processes.
+        compared = () if self._ranks == 1 else self._streams
+        digests = {key: value_digest(shared[key]) for key in compared if key in shared}
         if self._check_tensors:
             digests |= _tensor_digests(shared)
+        self._digests = digests
         # Put back only when the plan worked: after a failed save this rank sends its whole plan.
         kept, self._kept = self._kept, None
         if kept is not None and kept.signature == self._signature:
@@ -204,6 +211,10 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
             planner_data=_Facts(plan.planner_data, None, self._name, digests, self._no_replicas),
             usable=True,
         )
+
+    def look_into(self, keys: Sequence[str]) -> dict[str, View]:
+        """Return what this rank has under keys that differ between ranks."""
+        return look_into(self.state_dict, self.mappings, self._digests, keys)
 
     def _may_differ(self, key: str) -> bool:
         return key in self._no_replicas
@@ -225,7 +236,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
             raise SaveFailed(self._where, f"the ranks are saving different checkpoints: {saving}")
         differing = _differing_keys([fact.digests for fact in facts])
         if differing:
-            raise ReplicasDiffer(self._where, differing)
+            raise ReplicasDiffer(self._where, list(differing), list(differing.values()))
         kept, self._kept_global = self._kept_global, None
         tokens = {fact.token for fact in facts if fact.token is not None}
         if tokens and (kept is None or tokens != {kept.token}):
@@ -344,14 +355,22 @@ def _tensor_digests(state_dict: Mapping[str, Any]) -> dict[str, int]:
     return digests
 
 
-def _differing_keys(digests_by_rank: Sequence[Mapping[str, int]]) -> list[str]:
+def _differing_keys(digests_by_rank: Sequence[Mapping[str, int]]) -> dict[str, list[int]]:
+    """Return keys of which the digests differ, with some ranks of which no two have the same."""
     first: dict[str, int] = {}
     differing = set()
     for digests in digests_by_rank:
         for key, value in digests.items():
             if first.setdefault(key, value) != value:
                 differing.add(key)
-    return sorted(differing)
+    found = {}
+    for key in sorted(differing):
+        holders: dict[int, int] = {}  # by digest the first rank that has it
+        for rank, digests in enumerate(digests_by_rank):
+            if key in digests:
+                holders.setdefault(digests[key], rank)
+        found[key] = list(holders.values())[:_MOST_NAMED_RANKS]
+    return found
 
 
 class CheckFreqLoadPlanner(DefaultLoadPlanner):

@@ -12,6 +12,8 @@ a module that are not just copied into. `held_optimizers` finds optimizers insid
 Values: `packed` keeps them as they are, in tags for what a closed unpickler does not make: `tags`,
 `value_kinds`, `user_classes`, `generators`, `tensor_kinds`.
 
+Between ranks: `value_digests` are the same wherever a value is, `replica_paths` names what differs.
+
 Back: `saved` is what a checkpoint holds, `wanted` what is loaded from it, `tree` nests it,
 `differences` is what does not fit, `restoration` puts all parts in place or none, `optimizer_fill`
 an optimizer, `from_torch` keeps from torch what its `load_state_dict` would break.

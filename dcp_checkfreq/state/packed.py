@@ -99,7 +99,7 @@ def check_loaded(tree: Any, key: str, where: str, *, may_import: bool = False) -
         UnsafePickle: it needs a class that is not imported here, or is another one now.
         BrokenShard: it is nothing that `pack` makes.
     """
-    if not (_is_tree(tree) and len(tree) == 2):
+    if not (is_tree(tree) and len(tree) == 2):
         return
     try:
         _Unpacker(None, True, True, _left_apart, may_import=may_import).unpacked(tree[0])
@@ -131,10 +131,11 @@ def is_packed(value: object) -> bool:
     """Tell whether `pack` has made a value. Dicts of users are packed, so they do not look so."""
     if type(value) is not dict or set(value) != {TREE, TENSORS}:
         return False
-    return _is_tree(value[TREE]) and type(value[TENSORS]) is list
+    return is_tree(value[TREE]) and type(value[TENSORS]) is list
 
 
-def _is_tree(tree: Any) -> bool:
+def is_tree(tree: Any) -> bool:
+    """Tell whether `pack` has made a tree, or what looks like one."""
     if type(tree) is not tuple:
         return False
     return len(tree) == 1 or (len(tree) == 2 and type(tree[1]) is str and tree[1] == TAGGED)

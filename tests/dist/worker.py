@@ -12,6 +12,7 @@ import jobs_agreement
 import jobs_dtensors
 import jobs_no_rank_alone
 import jobs_parts
+import jobs_replicas
 import jobs_saving
 import jobs_self_described
 import jobs_sharding
@@ -30,6 +31,7 @@ MODULES = (
     jobs_dtensors,
     jobs_no_rank_alone,
     jobs_parts,
+    jobs_replicas,
     jobs_saving,
     jobs_self_described,
     jobs_sharding,
