@@ -38,7 +38,11 @@ Form = Any
 
 def value_digest(value: object) -> int:
     """Return a digest of anything that can be pickled."""
-    return form_digest(_Forms().of(value))
+    try:
+        form = _Forms().of(value)
+    except RecursionError:  # pickles get deeper
+        form = _by_bytes(value)
+    return form_digest(form)
 
 
 def form_digest(form: Form) -> int:

@@ -133,6 +133,15 @@ def test_what_holds_itself_has_a_digest():
     assert value_digest(one) == value_digest(other) != value_digest(longer)
 
 
+def test_what_is_nested_deeper_than_this_can_look_has_a_digest_as_long_as_it_has_a_pickle():
+    def nested(inner):
+        for _ in range(320):
+            inner = (inner,)
+        return inner
+
+    assert value_digest(nested(1)) == value_digest(nested(1)) != value_digest(nested(2))
+
+
 # --- paths ---
 
 
