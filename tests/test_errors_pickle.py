@@ -14,7 +14,13 @@ KINDS = [
     for value in vars(errors).values()
     if isinstance(value, type) and issubclass(value, CheckFreqError)
 ]
-EXAMPLES = {"missing": ["a.b", "c"], "keys": ["a", "b"], "pairs": [f"k{n}" for n in range(9)]}
+EXAMPLES = {
+    "missing": ["a.b", "c"],
+    "keys": ["a", "b"],
+    "ranks": [[0, 1], [0, 3]],
+    "differences": [("a.x[2]", [(0, "1"), (1, "'ä'")]), ("b", [])],
+    "pairs": [f"k{n}" for n in range(9)],
+}
 
 
 def example(kind):
