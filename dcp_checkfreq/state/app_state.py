@@ -18,6 +18,7 @@ from dcp_checkfreq.state.module_part import ModulePart
 from dcp_checkfreq.state.optimizer_part import OptimizerPart
 from dcp_checkfreq.state.part import Part
 from dcp_checkfreq.state.per_rank import PerRank as PerRank
+from dcp_checkfreq.state.per_rank import has_state_of_rank
 from dcp_checkfreq.state.restoration import Restoration, Selection
 from dcp_checkfreq.state.storable import check_leaves
 from dcp_checkfreq.state.value_part import ValuePart
@@ -80,13 +81,17 @@ class AppState:
             return kind(name, part, modules)
         return ValuePart(name, self._parts, self._rank)
 
-    def _key(self, name: str) -> str:
+    def _captured(self, name: str) -> dict[str, Any]:
+        """Return the state of a part, by the keys that DCP knows it by."""
         part = self._part(name)
-        return part.key if isinstance(part, ValuePart) else name
+        return part.capture_by_key() if isinstance(part, ValuePart) else {name: part.capture()}
 
     def capture(self) -> dict[str, Any]:
         """Return the state dict to save. Tensors are the live ones; each part is asked once."""
-        return {self._key(name): self._part(name).capture() for name in self._names()}
+        captured: dict[str, Any] = {}
+        for name in self._names():
+            captured |= self._captured(name)
+        return captured
 
     def _names(self) -> Iterable[str]:
         """Return all names in the agreed order, those that were added since at the end."""
@@ -117,20 +122,21 @@ class AppState:
                 continue
             part = self._part(name)
             try:
-                state = part.capture()
+                captured = self._captured(name)
             except CheckFreqError:
                 raise
             except Exception as error:  # what user code raises comes out as it is
                 if hasattr(error, "add_note"):  # from Python 3.11 on
                     error.add_note(f"in the state of the registered part {name!r}")
                 raise
-            check_leaves(
-                self._key(name),
-                state,
-                allow_pickle=allow_pickle,
-                kinds=part.kinds() if isinstance(part, OptimizerPart) else None,
-                has_live=isinstance(part, ModulePart),
-            )
+            for key, state in captured.items():
+                check_leaves(
+                    key,
+                    state,
+                    allow_pickle=allow_pickle,
+                    kinds=part.kinds() if isinstance(part, OptimizerPart) else None,
+                    has_live=isinstance(part, ModulePart),
+                )
 
     def optimizer_names(self) -> list[str]:
         """Return the names of the registered optimizers."""
@@ -193,7 +199,7 @@ class AppState:
         selection.check(self._parts)
         return Restoration(
             {name: self._part(name) for name in chosen},
-            frozenset(name for name in chosen if isinstance(self._parts[name], PerRank)),
+            frozenset(name for name in chosen if has_state_of_rank(self._parts[name])),
             metadata,
             where,
             selection,

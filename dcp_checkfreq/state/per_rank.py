@@ -1,8 +1,8 @@
-"""`PerRank`: a value that each rank keeps for itself."""
+"""`PerRank`: a value that each rank keeps for itself. `SplitsState`: one that does so in part."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 
 class PerRank:
@@ -23,3 +23,28 @@ class PerRank:
 
     def absent(self, rank: int, step: int) -> None:
         """Act on a restore from ``step`` that has values of other ranks and none of this one."""
+
+
+@runtime_checkable
+class SplitsState(Protocol):
+    """A `Stateful` object that tells apart what all ranks have in common and what only one has.
+
+    The first is one for all ranks, as of any part; the second each rank keeps for itself.
+    """
+
+    def split_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return the common state, and that of this rank: empty if there is none.
+
+        Their keys differ: `load_state_dict` gets both in one dict, or only the common ones if the
+        checkpoint has none of this rank.
+        """
+        ...
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from a state."""
+        ...
+
+
+def has_state_of_rank(part: object) -> bool:
+    """Tell whether a registered part keeps something for each rank."""
+    return isinstance(part, (PerRank, SplitsState))

@@ -227,6 +227,6 @@ class Restoration:
 def _is_held(
     name: str, saved: SavedState, held: Collection[str], is_per_rank: bool, renames: Renames
 ) -> bool:
-    if is_per_rank:
-        return name in held
+    if is_per_rank and renames.saved_name(name)[0] in held:
+        return True
     return renames.saved_name(name)[0] in saved.parts or renames.reaches_into(name)

@@ -18,7 +18,7 @@ from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.generators import adopted, generators_kept
 from dcp_checkfreq.state.packed import TENSORS, TREE, Make, pack, tensors_in, unpacked_from
 from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
-from dcp_checkfreq.state.per_rank import PerRank
+from dcp_checkfreq.state.per_rank import PerRank, SplitsState, has_state_of_rank
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.tree import tree_of
 from dcp_checkfreq.state.wanted import AnyWanted, Wanted
@@ -55,10 +55,18 @@ class ValuePart:
 
     @property
     def key(self) -> str:
-        """What DCP knows the part by: one for each rank if each keeps a value of its own."""
-        if isinstance(self._parts[self.name], PerRank):
-            return f"{self.name}/rank{self._rank}"
-        return self.name
+        """What DCP knows the part by: one for each rank if each keeps a value of its own.
+
+        What belongs to the rank of a part that is one for all (`SplitsState`) has a second key.
+        """
+        return self._key_of_rank(self.name) if self._is_per_rank else self.name
+
+    @property
+    def _is_per_rank(self) -> bool:
+        return isinstance(self._parts[self.name], PerRank)
+
+    def _key_of_rank(self, name: str) -> str:
+        return f"{name}/rank{self._rank}"
 
     @property
     def is_own_kind(self) -> bool:
@@ -67,14 +75,25 @@ class ValuePart:
         return isinstance(part, PerRank) and type(part) is not PerRank
 
     def capture(self) -> dict[str, Any]:
-        """Return the packed state."""
-        state = self._state()
+        """Return the packed state, without what belongs to this rank beside it."""
+        return self.capture_by_key()[self.key]
+
+    def capture_by_key(self) -> dict[str, dict[str, Any]]:
+        """Return the packed state; what belongs to this rank under a key of its own."""
+        return {key: self._packed(state) for key, state in self._states().items()}
+
+    def _packed(self, state: Any) -> dict[str, Any]:
         with naming(lambda: state, self.name):
             return pack(state)
 
-    def _state(self) -> Any:
+    def _states(self) -> dict[str, Any]:
+        """Return the state by key; the value is asked once."""
         value = self.value
-        return value.state_dict() if isinstance(value, Stateful) else value
+        if isinstance(value, SplitsState) and not self._is_per_rank:
+            common, of_rank = value.split_state_dict()
+            own = {self._key_of_rank(self.name): of_rank} if of_rank else {}
+            return {self.key: common, **own}
+        return {self.key: value.state_dict() if isinstance(value, Stateful) else value}
 
     def is_empty(self) -> bool:
         """Tell whether there is nothing to save: never, None is a value."""
@@ -92,8 +111,17 @@ class ValuePart:
     ) -> tuple[ValueFill | AbsentFill, Differences]:
         """See `Part.fill`."""
         lookup = Lookup(saved, renames)
-        tree, tensors = lookup.find(self.key, TREE), lookup.find(self.key, TENSORS)
-        if not tree:
+        places = {} if self._is_per_rank else {self.name: self.name}
+        if has_state_of_rank(self._parts[self.name]):
+            saved_name, _ = renames.saved_name(self.name)
+            places[self._key_of_rank(self.name)] = self._key_of_rank(saved_name)
+        if isinstance(self.value, SplitsState):  # it may have been saved with or without `PerRank`
+            places = {self.name: self.name, **places}
+        found = {
+            key: [*tree, *lookup.find(place, TENSORS)]
+            for key, place in places.items() if (tree := lookup.find(place, TREE))
+        }  # fmt: skip
+        if not found:
             part = self._parts[self.name]
             if isinstance(part, PerRank):
                 return AbsentFill(part, self._rank), Differences()
@@ -102,15 +130,37 @@ class ValuePart:
                 f"{self.name!r} was not saved as a value, but as something else: "
                 f"{listed([leaf.key for leaf in lookup.unclaimed()]) or 'nothing'}",
             )
-        state = self._state()
-        live = pack(state)[TENSORS]
-        leaves = []
-        for leaf in [*tree, *tensors]:
-            number = leaf.path[1] if len(leaf.path) > 1 else None
-            is_known = isinstance(number, int) and number < len(live)
-            leaves.append((leaf.path, _want(leaf, live[number] if is_known else None, wanted)))
-        make = functools.partial(Kinds(tensors_in(state)).made, where=saved.where, key=self.name)
-        return ValueFill(self, leaves, make, saved.where), Differences()
+        states = self._states()
+        pieces = [_want_all(leaves, states.get(key), wanted) for key, leaves in found.items()]
+        kinds = Kinds(tensors_in(list(states.values())))
+        make = functools.partial(kinds.made, where=saved.where, key=self.name)
+        return ValueFill(self, pieces, make, saved.where), Differences()
+
+    def kept(self) -> dict[str, Any]:
+        """Return a copy of the whole state of an object, as its `load_state_dict` takes it."""
+        return copy.deepcopy(_whole(list(self._states().values())))
+
+
+def _whole(pieces: list[Any]) -> Any:
+    """Return one state: what all ranks have in common, and what this rank has beside it."""
+    whole = pieces[0]
+    for piece in pieces[1:]:
+        if isinstance(whole, dict) and isinstance(piece, dict):
+            whole = {**whole, **piece}
+    return whole
+
+
+Piece = list[tuple[Path, AnyWanted]]
+
+
+def _want_all(leaves: list[Leaf], state: Any, wanted: Wanted) -> Piece:
+    live = pack(state)[TENSORS]
+    piece: Piece = []
+    for leaf in leaves:
+        number = leaf.path[1] if len(leaf.path) > 1 else None
+        is_known = isinstance(number, int) and number < len(live)
+        piece.append((leaf.path, _want(leaf, live[number] if is_known else None, wanted)))
+    return piece
 
 
 def _want(leaf: Leaf, live: torch.Tensor | None, wanted: Wanted) -> AnyWanted:
@@ -130,10 +180,8 @@ def _want(leaf: Leaf, live: torch.Tensor | None, wanted: Wanted) -> AnyWanted:
 class ValueFill:
     """An object or value that is being restored."""
 
-    def __init__(
-        self, part: ValuePart, leaves: list[tuple[Path, AnyWanted]], make: Make, where: str
-    ) -> None:
-        self._part, self._leaves, self._make, self._where = part, leaves, make, where
+    def __init__(self, part: ValuePart, pieces: list[Piece], make: Make, where: str) -> None:
+        self._part, self._pieces, self._make, self._where = part, pieces, make, where
         self._loaded: Any = None
         self.claimed: set[str] = set()
 
@@ -144,9 +192,12 @@ class ValueFill:
             StateMismatch: it has a wrapper subclass that is not known here.
             BrokenShard: its parts do not belong together.
         """
-        packed = tree_of(self._leaves)
+        self._loaded = _whole([self._unpacked(piece) for piece in self._pieces])
+
+    def _unpacked(self, piece: Piece) -> Any:
+        packed = tree_of(piece)
         packed = {TREE: packed[TREE], TENSORS: packed.get(TENSORS, [])}
-        self._loaded = unpacked_from(packed, self._part.name, self._where, self._make)
+        return unpacked_from(packed, self._part.name, self._where, self._make)
 
     @property
     def may_fail(self) -> bool:
@@ -167,7 +218,7 @@ class ValueFill:
                 undo()
 
             return put_back
-        state = copy.deepcopy(value.state_dict())
+        state = part.kept()
         return lambda: value.load_state_dict(state)
 
     def put(self) -> None:

@@ -9,6 +9,7 @@ import warnings
 from pathlib import Path
 
 import jobs_agreement
+import jobs_data
 import jobs_dtensors
 import jobs_no_rank_alone
 import jobs_parts
@@ -28,6 +29,7 @@ from jobs import DEADLY, JOBS
 # Importing a module of jobs registers them.
 MODULES = (
     jobs_agreement,
+    jobs_data,
     jobs_dtensors,
     jobs_no_rank_alone,
     jobs_parts,

@@ -56,8 +56,8 @@ class ResumableIterator:
               warning. Nothing is lost or repeated if saves are made between epochs.
             - "own": the loader, or its data set if it has no workers, keeps a position of its own
               (``state_dict``, ``load_state_dict``), which is carried along. It belongs to a rank:
-              register ``PerRank(iterator)``, and go on with as many ranks. The random states
-              around the batches are then new ones after a restart.
+              go on with as many ranks. The random states around the batches are then new ones
+              after a restart.
         seed: of the random states around the batches. All ranks get the same; add the rank if
             they should not.
         rank: data-parallel rank; default: of the default process group.
@@ -226,9 +226,30 @@ class ResumableIterator:
 
         ``state`` is JSON, under 1 kB. With one rank, or in `PerRank`, it also holds what only one
         rank can tell: lengths, what its generators were seeded with, and digests of the batches.
-        Without, it is the same on all ranks that take as many batches. With mode "own" there is
-        ``own`` beside it, the loader's own state.
+        Without, it is the same on all ranks that take as many batches; `split_state_dict` has the
+        rest. With mode "own" there is ``own`` beside it, the loader's own state.
         """
+        state = self._of_all()
+        if self._is_per_rank:
+            state |= self._of_rank()
+        own = self._own()
+        return {"state": _json(state)} | ({} if own is None else {"own": own})
+
+    def split_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """Return what all ranks have in common, and what only this one can tell.
+
+        A `Checkpointer` keeps the second for each rank. `load_state_dict` takes both in one dict;
+        what another rank told is not compared. With one rank, or in `PerRank`, all is in the first.
+        """
+        if self._is_per_rank:
+            return self.state_dict(), {}
+        own = self._own()
+        of_rank = {
+            "of_rank": _json({"format": FORMAT, "rank": self._place.rank, **self._of_rank()})
+        }
+        return {"state": _json(self._of_all())}, of_rank | ({} if own is None else {"own": own})
+
+    def _of_all(self) -> dict[str, Any]:
         state: dict[str, Any] = {
             "format": FORMAT,
             "epoch": self.epoch,
@@ -240,14 +261,17 @@ class ResumableIterator:
         }
         if self._as_before:
             state["as_before"] = True
-        if self._is_per_rank:
-            state["here"] = made_here(self.loader)
-            state["roots"] = {**self._sources.roots(), **self._roots}
-            if self.batches and (trail := self._trail_text()) is not None:
-                state["trail"] = trail
-        text = json.dumps(state, separators=(",", ":"))
-        own = self._own()
-        return {"state": text} if own is None else {"state": text, "own": own}
+        return state
+
+    def _of_rank(self) -> dict[str, Any]:
+        """Return what only this rank can tell."""
+        state: dict[str, Any] = {
+            "here": made_here(self.loader),
+            "roots": {**self._sources.roots(), **self._roots},
+        }
+        if self.batches and (trail := self._trail_text()) is not None:
+            state["trail"] = trail
+        return state
 
     def _own(self) -> Any:
         """Return the loader's own state in the middle of an epoch; None at its begin."""
@@ -270,7 +294,15 @@ class ResumableIterator:
         given: object = state
         if not isinstance(given, Mapping):
             raise DataStateError(_WHAT, f"the saved state is not one of a data loader: {given!r}")
-        saved = Saved.of(given.get("state"))
+        saved = Saved.of(given.get("state"), given.get("of_rank"), self._place)
+        own = given.get("own") if saved.has_rank or "of_rank" not in given else None
+        if not saved.has_rank and self._place.rank == 0:
+            _log.info(
+                "%s: of what each of %d ranks had for itself (digests of its batches, lengths, "
+                "seeds) nothing fits %d ranks now, or it was not saved: only what all have in "
+                "common is compared",
+                *(_WHAT, saved.world_size, self._place.world_size),
+            )
         epoch, batches = saved.epoch, saved.batches
         if batches and self._mode == "epoch":
             _log.warning(
@@ -278,7 +310,7 @@ class ResumableIterator:
                 *(_WHAT, epoch, batches),
             )
             batches = 0
-        changes = self._changes(saved, needs_own=batches > 0 and "own" not in given)
+        changes = self._changes(saved, needs_own=batches > 0 and own is None)
         if changes and batches and chosen == "error":
             raise DataStateError(
                 _WHAT,
@@ -289,7 +321,7 @@ class ResumableIterator:
             _log.warning("%s: %s; epoch %d starts at its first batch", _WHAT, changes, epoch)
             batches = 0
         self.epoch, self.batches = epoch, batches
-        self._own_state = given.get("own") if batches else None
+        self._own_state = own if batches else None
         self._roots = self._sources.taken_over(saved.roots or {})
         self._as_before = saved.as_before and batches > 0
         self._trail, self._loaded_trail = (None, saved.trail) if batches else (Trail(), None)
@@ -322,6 +354,10 @@ class ResumableIterator:
         if self._mode == "own" and needs_own:
             changes.append("the state was saved without the loader's own")
         return "; ".join(changes)
+
+
+def _json(state: dict[str, Any]) -> str:
+    return json.dumps(state, separators=(",", ":"))
 
 
 _END = object()

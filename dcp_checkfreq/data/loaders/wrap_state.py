@@ -10,9 +10,11 @@ from dcp_checkfreq.data.loaders.made import Made
 from dcp_checkfreq.data.loaders.order_sources import Sources
 from dcp_checkfreq.data.loaders.trail import Comparison
 from dcp_checkfreq.data.order.position import parse, read_number, read_text
+from dcp_checkfreq.data.order.ranks import DataRank
 from dcp_checkfreq.errors import DataStateError
 
 _WHAT = "ResumableIterator"
+OF_RANK = ("here", "roots", "trail")  # what only one rank can tell
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +30,7 @@ class Saved:
         made: what made the batches.
         roots: what each generator was seeded with, by path; None if it is not told.
         trail: digests of the batches, as `Trail.text` has them; None if they are not told.
+        has_rank: what only this rank can tell is in it, or there was only one.
         as_before: the epoch was begun by a version that set no generators but the process's own.
     """
 
@@ -39,16 +42,27 @@ class Saved:
     made: Made
     roots: dict[str, int] | None
     trail: str | None
+    has_rank: bool
     as_before: bool
 
     @staticmethod
-    def of(text: object) -> Saved:
+    def of(text: object, of_rank: object = None, place: DataRank | None = None) -> Saved:
         """Read a state.
+
+        Args:
+            text: the state.
+            of_rank: what only one rank could tell, if it is kept beside it.
+            place: of this rank. What another one told is left out.
 
         Raises:
             DataStateError: it is none, or of a newer format.
         """
         state = parse(text, _WHAT)
+        if of_rank is not None and place is not None:
+            told = parse(of_rank, _WHAT)
+            of_whom = read_number(told, "rank", _WHAT), read_number(state, "world_size", _WHAT)
+            if of_whom == (place.rank, place.world_size):
+                state |= {key: told[key] for key in OF_RANK if key in told}
         batches = read_number(state, "batches", _WHAT)
         roots = _fields(state, "roots") if "roots" in state else None
         for path in roots or {}:
@@ -68,6 +82,7 @@ class Saved:
             made={**_fields(state, "made"), **_fields(state, "here")},
             roots=roots,
             trail=trail,
+            has_rank=roots is not None or state["world_size"] == 1,
             as_before="made" not in state or state.get("as_before") is True,
         )
 
