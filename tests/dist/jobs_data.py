@@ -1,5 +1,6 @@
 """Jobs: wrapped iterables on several ranks, each of which has an order of its own."""
 
+import itertools
 import logging
 import random
 
@@ -77,7 +78,7 @@ def positioned():
 
 
 def batches_of(iterator, count=1000):
-    return [batch.tolist() for batch, _ in zip(iterator, range(count), strict=False)]
+    return [batch.tolist() for batch in itertools.islice(iterator, count)]
 
 
 def saved(root, iterator, part=None):

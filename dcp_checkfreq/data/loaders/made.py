@@ -6,7 +6,15 @@ import functools
 from collections.abc import Mapping
 from typing import Any
 
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sampler
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    IterableDataset,
+    Sampler,
+    Subset,
+)
 
 from dcp_checkfreq.data.loaders.content import digest_of
 
@@ -21,6 +29,7 @@ _NAMES = {
     "workers": "number of workers",
     "items": "number of items",
     "batches": "number of batches",
+    "subset": "choice of items (Subset, random_split)",
     "order": "sampler's order",
 }
 # What samplers are given, and that decides about their order. The rank is no part of it: all ranks
@@ -72,6 +81,8 @@ def made_here(loader: Any) -> Made:
     length = _length(loader.dataset)
     if length is not None:
         made["items"] = length
+    if chosen := _chosen(loader.dataset, 0):
+        made["subset"] = f"{digest_of(chosen):016x}"
     if not has_stream(loader):  # to ask for it would make torch count
         batches = _length(loader)
         if batches is not None:
@@ -131,6 +142,19 @@ def _samplers(loader: DataLoader[Any]) -> list[Any]:
     if has_stream(loader):  # torch's own counts for ever, and has no say
         return [one for one in found if not _name(type(one)).startswith("_Infinite")]
     return found
+
+
+def _chosen(dataset: Any, depth: int) -> list[Any]:
+    """Return what torch's subsets in a data set take: `random_split` makes them at random."""
+    inside: list[Any] = []
+    if isinstance(dataset, Subset):
+        inside = [dataset.dataset]
+    elif isinstance(dataset, (ConcatDataset, ChainDataset)):
+        inside = list(dataset.datasets)
+    if depth >= _MAX_DEPTH:
+        return []
+    own = [dataset.indices] if isinstance(dataset, Subset) else []
+    return own + [found for one in inside if (found := _chosen(one, depth + 1))]
 
 
 def _given(sampler: Any) -> Made:
