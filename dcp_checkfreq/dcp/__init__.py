@@ -1,7 +1,8 @@
 """What `torch.distributed.checkpoint` calls, and what a restarted job asks first.
 
 `writer` and `reader` are its `StorageWriter` and `StorageReader`, `rank_save` is one save of one
-rank, which `Checkpointer` goes on with where DCP ends. `planner` are its planners,
+rank, which `Checkpointer` goes on with where DCP ends, `item_reads` what a load plan comes to.
+`planner` are its planners,
 `wanted_planner` the planner of a `Checkpointer`'s restore. `boundary` brings what they raise to all
 ranks, `covered` sees that a load fills every target, `unsettled` takes back what saves have left
 that DCP never called to an end, `name_lengths` refuses folders in which names would get too long.

@@ -3,54 +3,42 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
-import torch
 from torch.distributed.checkpoint.metadata import (
     Metadata,
-    MetadataIndex,
     StorageMeta,
-    TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
+from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from dcp_checkfreq import options
 from dcp_checkfreq.dcp.boundary import tells_errors
-from dcp_checkfreq.dcp.covered import check_covered
-from dcp_checkfreq.dcp.planner import CheckFreqLoadPlanner
+from dcp_checkfreq.dcp.item_reads import ItemRead, ItemReads
 from dcp_checkfreq.errors import (
     BrokenMetadata,
     BrokenShard,
     CheckFreqError,
-    DtypeDiffers,
     LoadFailed,
-    StateMismatch,
 )
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
-from dcp_checkfreq.format.index import Record, digest_starts
-from dcp_checkfreq.format.safe_bytes import load_object, load_tensor
-from dcp_checkfreq.format.torch_private import StorageInfo
+from dcp_checkfreq.format.index import Record
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.ranks.watchdog import Watchdog
 from dcp_checkfreq.recovery.files import content_of
 from dcp_checkfreq.runtime.clock import SystemClock
 from dcp_checkfreq.runtime.gc_paused import collector_held
-from dcp_checkfreq.shards.byte_spans import span_of
 from dcp_checkfreq.shards.codec import finish_gpu_work
 from dcp_checkfreq.shards.fetch import Fetcher
-from dcp_checkfreq.shards.read_plan import Want, round_to_blocks
 from dcp_checkfreq.shards.shared_read import share
-from dcp_checkfreq.shards.targets import BytesTarget, Target, TensorTarget
+from dcp_checkfreq.shards.targets import TensorTarget
 from dcp_checkfreq.staging.staged_tier import StagedTier, StagingDir, staged_folder
 from dcp_checkfreq.storage.object_store.options import Options
 from dcp_checkfreq.storage.open import Location, can_open, open_tier
@@ -59,23 +47,6 @@ from dcp_checkfreq.storage.tier import Tier
 _log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-
-
-@dataclass(slots=True)
-class _Item:
-    """One item to read: where its bytes go, and what is left to do when they are there."""
-
-    request: ReadItem
-    target: Target
-    want: Want
-    digests: Sequence[int]
-    tensor: torch.Tensor | None = None  # in the live state
-    archive: bool = False  # the bytes are a torch.save archive to unpack into `tensor`
-
-    @property
-    def key(self) -> str:
-        """What a user calls it."""
-        return self.request.storage_index.fqn
 
 
 class CheckFreqReader(StorageReader):
@@ -236,7 +207,16 @@ class CheckFreqReader(StorageReader):
             finally:
                 self._agreement.close()
                 self._agreement = None
-        jobs = self._agreed_jobs(plan, planner)
+        reads = ItemReads(
+            self._metadata,
+            self._record,
+            self._tier.location,
+            verify=self._verify,
+            allow_pickle=self._allow_pickle,
+            allow_dtype_cast=self._allow_dtype_cast,
+        )
+        jobs = self._agreed_jobs(reads, plan, planner)
+        self.bytes_needed += reads.bytes_needed
         on_gpus = [job.target.tensor for job in jobs if isinstance(job.target, TensorTarget)]
         finish_gpu_work(on_gpus)  # reading threads have streams of their own
         asking = Asking(self._watched_by(), self._failed)
@@ -245,17 +225,19 @@ class CheckFreqReader(StorageReader):
         self._from_either(lambda tier: self._fetch(tier, jobs, own, asking), own)
         finish_gpu_work(on_gpus)
         for job in jobs:
-            self._hand_over(job, planner)
+            reads.hand_over(job, planner)
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
-    def _agreed_jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Item]:
+    def _agreed_jobs(
+        self, reads: ItemReads, plan: LoadPlan, planner: LoadPlanner
+    ) -> list[ItemRead]:
         """Return the jobs of this rank; with shared reads, raise if another rank has an error."""
 
-        def jobs() -> list[_Item]:
+        def jobs() -> list[ItemRead]:
             with collector_held():
-                return self._jobs(plan, planner)
+                return reads.planned(plan, planner)
 
         if self._sharing is None:
             return jobs()
@@ -276,7 +258,7 @@ class CheckFreqReader(StorageReader):
         agreement = self._agreement if self._share_reads else None
         return None if agreement is None or agreement.is_alone else agreement
 
-    def _from_either(self, read: Callable[[Tier], T], jobs: list[_Item]) -> T:
+    def _from_either(self, read: Callable[[Tier], T], jobs: list[ItemRead]) -> T:
         """Read; if local copies are broken, read the remote side instead."""
         if not isinstance(self._tier, StagedTier):
             return read(self._tier)
@@ -288,7 +270,7 @@ class CheckFreqReader(StorageReader):
             job.target.start_over()
         return read(self._tier.remote)
 
-    def _share(self, tier: Tier, jobs: list[_Item], asking: Asking) -> AbstractSet[int]:
+    def _share(self, tier: Tier, jobs: list[ItemRead], asking: Asking) -> AbstractSet[int]:
         """Serve what other ranks want too; return the tickets of it."""
         if self._sharing is None:
             return frozenset()
@@ -311,7 +293,7 @@ class CheckFreqReader(StorageReader):
         self.bytes_received += shared.bytes_received
         return shared.tickets
 
-    def _fetch(self, tier: Tier, jobs: list[_Item], own: list[_Item], asking: Asking) -> None:
+    def _fetch(self, tier: Tier, jobs: list[ItemRead], own: list[ItemRead], asking: Asking) -> None:
         def fetch() -> int:
             with contextlib.closing(self._fetcher(tier, asking)) as fetcher:
                 return fetcher.fetch(
@@ -330,129 +312,6 @@ class CheckFreqReader(StorageReader):
         files = self._record.files if self._record else {}
         return Fetcher(tier, files, self._threads, moved=asking.moved)
 
-    def _jobs(self, plan: LoadPlan, planner: LoadPlanner) -> list[_Item]:
-        entries: dict[MetadataIndex, StorageInfo] = self._metadata.storage_data
-        places = dict(zip(entries, enumerate(entries.values()), strict=True))
-        starts = digest_starts(self._record.columns) if self._record else []
-        if not isinstance(planner, CheckFreqLoadPlanner):  # which has checked its plan
-            check_covered(plan, planner, self._metadata, self._tier.location)
-        jobs: list[_Item] = []
-        differing: list[str] = []
-        for request in plan.items:
-            place = places.get(request.storage_index)
-            if place is None:
-                raise BrokenMetadata(
-                    self._tier.location, f"it does not say where {request.storage_index} is"
-                )
-            number, info = place
-            payload = (info.offset, info.length, 0)
-            digests: Sequence[int] = ()
-            if self._record is not None:
-                columns = self._record.columns
-                payload = (
-                    columns.payload_offset[number],
-                    columns.payload_bytes[number],
-                    columns.block_bytes[number] if self._verify else 0,
-                )
-                if self._verify:
-                    digests = columns.digests[starts[number] : starts[number + 1]]
-            elif info.transform_descriptors:
-                raise StateMismatch(
-                    self._tier.location,
-                    f"{request.storage_index.fqn!r} was written through stream transforms "
-                    f"{list(info.transform_descriptors)}: load it with the reader that knows them",
-                )
-            ticket = len(jobs)
-            if request.type is LoadItemType.BYTE_IO:
-                jobs.append(_byte_job(ticket, request, info, payload, digests))
-                self.bytes_needed += payload[1]
-                continue
-            kept = self._metadata.state_dict_metadata.get(request.storage_index.fqn)
-            if not isinstance(kept, TensorStorageMetadata):
-                raise StateMismatch(
-                    self._tier.location,
-                    f"{request.dest_index.fqn!r} is a tensor, {request.storage_index.fqn!r} was "
-                    "not saved as one",
-                )
-            tensor = planner.resolve_tensor(request)
-            if tensor.dtype != kept.properties.dtype:
-                differing.append(
-                    f"{request.dest_index.fqn}: saved {kept.properties.dtype}, "
-                    f"wanted {tensor.dtype}"
-                )
-            jobs.append(self._tensor_job(ticket, request, info, payload, digests, kept, tensor))
-        if differing and not self._allow_dtype_cast:
-            raise DtypeDiffers(self._tier.location, differing)
-        return jobs
-
-    def _tensor_job(
-        self,
-        ticket: int,
-        request: ReadItem,
-        info: StorageInfo,
-        payload: tuple[int, int, int],
-        digests: Sequence[int],
-        kept: TensorStorageMetadata,
-        tensor: torch.Tensor,
-    ) -> _Item:
-        if tensor.shape != request.lengths:
-            raise StateMismatch(
-                self._tier.location,
-                f"{request.dest_index.fqn!r}: {list(request.lengths)} was planned, the planner "
-                f"gave a target of {list(tensor.shape)}",
-            )
-        offset, payload_bytes, block = payload
-        dtype = kept.properties.dtype
-        self.bytes_needed += tensor.numel() * dtype.itemsize
-        shape = _chunk_shape(kept, request.storage_index)
-        if self._record is None or payload_bytes != shape.numel() * dtype.itemsize:
-            # Only the archive itself says what is in it: stock wrote it, or a planner of the
-            # user's gave another dtype than it had planned.
-            job = _byte_job(ticket, request, info, (info.offset, info.length, 0), ())
-            job.tensor, job.archive = tensor, True
-            return job
-        span = span_of(shape, request.storage_offsets, request.lengths)
-        start, stop = round_to_blocks(
-            span.start * dtype.itemsize, span.stop * dtype.itemsize, block, payload_bytes
-        )
-        target = TensorTarget(tensor, tuple(shape), dtype, span)
-        want = Want(ticket, info.relative_path, offset, start, stop, block)
-        return _Item(request, target, want, digests, tensor)
-
-    def _hand_over(self, job: _Item, planner: LoadPlanner) -> None:
-        if job.tensor is None:
-            assert isinstance(job.target, BytesTarget)
-            self._check_bytes(job, planner)
-            planner.load_bytes(job.request, io.BytesIO(job.target.data))
-            return
-        if job.archive:
-            assert isinstance(job.target, BytesTarget)
-            self._unpack(job, job.tensor, job.target.data)
-        planner.commit_tensor(job.request, job.tensor)
-
-    def _check_bytes(self, job: _Item, planner: LoadPlanner) -> None:
-        """Refuse what other planners would unpickle without a second look."""
-        if self._allow_pickle or isinstance(planner, CheckFreqLoadPlanner):
-            return
-        assert isinstance(job.target, BytesTarget)
-        load_object(
-            io.BytesIO(job.target.data),
-            job.request.storage_index.fqn,
-            self._tier.location,
-            allow_pickle=False,
-        )
-
-    def _unpack(self, job: _Item, tensor: torch.Tensor, archive: bytearray) -> None:
-        kept = self._metadata.state_dict_metadata[job.request.storage_index.fqn]
-        assert isinstance(kept, TensorStorageMetadata)
-        size = _chunk_shape(kept, job.request.storage_index)
-        saved = load_tensor(archive, size, job.request.storage_index.fqn, self._tier.location)
-        for dim, (start, length) in enumerate(
-            zip(job.request.storage_offsets, job.request.lengths, strict=True)
-        ):
-            saved = saved.narrow(dim, start, length)
-        tensor.detach().copy_(saved)
-
     @property
     def checkpoint_id(self) -> str:
         """The folder this reader loads from."""
@@ -462,26 +321,3 @@ class CheckFreqReader(StorageReader):
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Tell whether this reader could load from ``checkpoint_id``."""
         return can_open(checkpoint_id)
-
-
-def _byte_job(
-    ticket: int,
-    request: ReadItem,
-    info: StorageInfo,
-    payload: tuple[int, int, int],
-    digests: Sequence[int],
-) -> _Item:
-    offset, size, block = payload
-    want = Want(ticket, info.relative_path, offset, 0, size, block)
-    return _Item(request, BytesTarget(size), want, digests)
-
-
-def _chunk_shape(kept: TensorStorageMetadata, index: MetadataIndex) -> torch.Size:
-    if index.index is not None and index.index < len(kept.chunks):
-        chunk = kept.chunks[index.index]
-        if index.offset is None or chunk.offsets == index.offset:
-            return chunk.sizes
-    for chunk in kept.chunks:
-        if chunk.offsets == index.offset:
-            return chunk.sizes
-    raise KeyError(index)
