@@ -5,6 +5,7 @@ A tensor's payload is its elements in C order. CPU tensors that already lie so a
 
 from __future__ import annotations
 
+import copy
 import ctypes
 import functools
 import io
@@ -147,13 +148,23 @@ def bytes_of(tensor: torch.Tensor) -> memoryview:
     return memoryview(memory).cast("B")
 
 
+def cloned(tensor: torch.Tensor) -> torch.Tensor:
+    """Return a contiguous copy, detached, with memory of its own."""
+    bare = tensor.detach()
+    if bare.layout != torch.strided:
+        return bare.clone()  # a contiguous one of a jagged one has no holes
+    if bare.is_quantized and bare.qscheme() == torch.per_channel_affine_float_qparams:
+        return copy.deepcopy(bare.contiguous())  # torch clones none of these
+    return bare.clone(memory_format=torch.contiguous_format)
+
+
 def is_same(live: torch.Tensor, saved: torch.Tensor) -> bool:
     """Tell whether two tensors have the same dtype, shape and bits; devices may differ."""
     live, saved = local_of(live.detach()), local_of(saved.detach())
-    if live.dtype != saved.dtype or live.shape != saved.shape:
-        return False
     if live.layout != torch.strided or live.is_quantized or live.is_nested:
-        return live is saved  # they have no bits in order
+        return False  # they have no bits in order, and some not even a shape
+    if live.dtype != saved.dtype or saved.is_nested or live.shape != saved.shape:
+        return False
     if live.data_ptr() == saved.data_ptr() and live.stride() == saved.stride():
         return live.device == saved.device
     return torch.equal(_bits(live), _bits(saved.to(live.device)))

@@ -17,6 +17,7 @@ from torch.distributed.tensor import DTensor
 from dcp_checkfreq.errors import CheckFreqError, SnapshotFailed
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
 from dcp_checkfreq.runtime.gc_paused import collector_held
+from dcp_checkfreq.shards.codec import cloned
 from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.shards.self_described import describes_itself, to_pickle
 from dcp_checkfreq.snapshot.background_copy import (
@@ -358,7 +359,7 @@ def _own_copy(value: Any) -> Any:
 # until the cyclic collector comes.
 def _clone_tensors(inner: Any, memo: dict[int, Any]) -> None:
     if isinstance(inner, torch.Tensor) and not isinstance(inner, DTensor):
-        copied = inner.detach().cpu().clone(memory_format=torch.contiguous_format)
+        copied = cloned(inner.detach().cpu())
         if type(inner) is torch.nn.Parameter:
             copied = torch.nn.Parameter(copied, inner.requires_grad)
         elif inner.requires_grad:

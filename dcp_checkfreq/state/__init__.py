@@ -7,7 +7,8 @@ could not be saved or restored.
 
 Odd tensors: `wrappers` are saved as their inner tensors and filled by `wrapper_fill`,
 `sharded_state` is optimizer state of another shape than its parameter, `odd_tensors` are those of
-a module that are not just copied into. `held_optimizers` finds optimizers inside of others.
+a module that are not just copied into, `odd_fill` fills those without elements in order.
+`held_optimizers` finds optimizers inside of others.
 
 Values: `packed` keeps them as they are, in tags for what a closed unpickler does not make: `tags`,
 `value_kinds`, `user_classes`, `generators`, `tensor_kinds`.

@@ -8,7 +8,7 @@ longer than all else that a save does on the training thread. Values always come
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -18,7 +18,7 @@ from torch.nn.parameter import is_lazy
 
 from dcp_checkfreq.errors import StateMismatch
 from dcp_checkfreq.format.torch_private import load_hooks_of
-from dcp_checkfreq.shards.codec import is_same
+from dcp_checkfreq.shards.codec import cloned, is_same
 from dcp_checkfreq.shards.self_described import (
     carry_all,
     describes_itself,
@@ -26,6 +26,7 @@ from dcp_checkfreq.shards.self_described import (
 )
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.names import fqn_of, fqns_of
+from dcp_checkfreq.state.odd_fill import OddFill, copy_odd, is_without_size
 from dcp_checkfreq.state.odd_tensors import (
     AbsentBuffer,
     absent_buffers,
@@ -38,7 +39,7 @@ from dcp_checkfreq.state.odd_tensors import (
 from dcp_checkfreq.state.packed import Make, is_packed, pack_if_needed, tensors_in, unpack
 from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
 from dcp_checkfreq.state.saved import Leaf, Lookup, Renames, SavedState
-from dcp_checkfreq.state.tensor_kinds import is_odd
+from dcp_checkfreq.state.tensor_kinds import is_in_order, is_odd
 from dcp_checkfreq.state.tree import tree_of
 from dcp_checkfreq.state.wanted import Wanted, WantedShards, WantedTensor, WantedValue
 from dcp_checkfreq.state.wrapper_fill import WrapperFill
@@ -71,7 +72,6 @@ class ModulePart:
         self._learned_from: object = None
         self._fqns: dict[str, str] = {}  # by key
         self._renamed: list[tuple[str, str]] = []  # those that differ
-        self._odd: list[str] = []  # keys of tensors that are saved as several
         self._no_replicas: frozenset[str] = frozenset()
 
     @torch.no_grad()
@@ -79,17 +79,17 @@ class ModulePart:
         """Return the state dict under FQNs. Tensors are the live ones, detached."""
         own = self.own()
         for key, value in list(own.items()):
-            if type(value) is torch.Tensor or is_usual_shard(value):
+            if (type(value) is torch.Tensor and is_in_order(value)) or is_usual_shard(value):
                 continue  # as nearly all are, in jobs with very many
             if isinstance(value, torch.Tensor):
                 if is_lazy(value):
                     del own[key]  # it has nothing yet
+                elif _is_odd(value):
+                    own[key] = pack_if_needed(value)
                 elif type(value) not in PLAIN:
                     own[key] = self._stored(key, value)
             else:
                 own[key] = pack_if_needed(value)  # DCP would take dicts and lists apart
-        for key in self._odd:
-            own[key] = pack_if_needed(own[key])
         for key, fqn in self._renamed:
             if key in own:
                 own[fqn] = own.pop(key)
@@ -119,7 +119,6 @@ class ModulePart:
         if learned_from != self._learned_from:
             self._fqns = fqns_of(self.module, own)
             self._renamed = [(key, fqn) for key, fqn in self._fqns.items() if key != fqn]
-            self._odd = [key for key, one in own.items() if _is_odd(one)]
             named = {fqn_of(self.module, name) for name, _ in self._parameters()}
             self._no_replicas = frozenset(self._fqns.values()) - named
             self._learned_from = learned_from
@@ -181,18 +180,23 @@ class ModuleFill:
         self._reshaped: dict[str, str] = {}  # what would be said of it, if its module cannot do so
         self._absent: dict[str, AbsentBuffer] = {}
         self._wrappers: dict[str, WrapperFill] = {}
+        self._odd: dict[str, OddFill] = {}
         self._kinds: Kinds | None = None  # what wrappers in its extra state may be made of
 
     def want_buffer(
         self, key: str, fqn: str, buffer: AbsentBuffer, leaves: list[Leaf], wanted: Wanted
     ) -> list[str]:
         """Have a buffer loaded that is None now; return what does not fit."""
+        name = f"{self._part.name}.{fqn}"
         (leaf,) = leaves if len(leaves) == 1 else (None,)
-        if leaf is None or not leaf.is_tensor or len(leaf.path) > 1:
-            return [f"{self._part.name}.{fqn} is a buffer, and was not saved as a tensor"]
+        if leaf is not None and leaf.is_tensor and len(leaf.path) == 1:
+            self._tensors[key] = wanted.tensor(leaf)
+        elif OddFill.is_saved(leaves):
+            self._odd[key] = OddFill(name, None, leaves, wanted)
+        else:
+            return [f"{name} is a buffer, and was not saved as a tensor"]
         self._fqns[key], self._absent[key] = fqn, buffer
-        self.claimed.add(leaf.key)
-        self._tensors[key] = wanted.tensor(leaf)
+        self.claimed.update(one.key for one in leaves)
         return []
 
     def want(self, key: str, fqn: str, live: Any, leaves: list[Leaf], wanted: Wanted) -> list[str]:
@@ -200,10 +204,13 @@ class ModuleFill:
         self._fqns[key] = fqn
         self.claimed.update(leaf.key for leaf in leaves)
         name = f"{self._part.name}.{fqn}"
-        is_value = not isinstance(live, torch.Tensor) or _is_odd(live)
+        is_value = not isinstance(live, torch.Tensor)
         if key.rpartition(".")[2] == _EXTRA_STATE or is_value:
             # Whatever it is now: it is of any kind, and of a size of its own.
             self._values[key] = [(leaf, wanted.either(leaf)) for leaf in leaves]
+            return []
+        if _is_odd(live):
+            self._odd[key] = OddFill(name, live, leaves, wanted)
             return []
         if holds_wrapper(live):
             fill = WrapperFill(live, name)
@@ -243,6 +250,8 @@ class ModuleFill:
             StateMismatch: it does not fit.
         """
         others = [why for fill in self._wrappers.values() if (why := fill.misfit())]
+        for key, odd in self._odd.items():
+            others += odd.misfit(self._where, self._make(key))
         if others:
             raise StateMismatch(self._where, f"it does not fit: {listed(others)}")
         wrong = [
@@ -275,18 +284,23 @@ class ModuleFill:
     def keep(self) -> Undo:
         """Copy what is there now to the host."""
         own = self._part.module.state_dict()
+        themselves = self._themselves(own)
+        odd = {key: cloned(value) for key, value in own.items() if _is_odd(value)}
         locals_ = {
             key: {
                 path: one.detach().to("cpu", copy=True) for path, one in live_parts(value).items()
             }
             for key, value in own.items()
-            if isinstance(value, torch.Tensor) and not is_lazy(value)
+            if isinstance(value, torch.Tensor) and not is_lazy(value) and key not in odd
         }
 
         @torch.no_grad()
         def undo() -> None:
             for buffer in self._absent.values():
                 buffer.take_away()
+            for key, kept in odd.items():
+                if key in themselves:
+                    copy_odd(themselves[key], kept)
             for key, value in own.items():
                 if key in self._reshaped or key not in locals_:
                     continue
@@ -296,9 +310,9 @@ class ModuleFill:
                     else:
                         one.copy_(locals_[key][path])
             others = {
-                key: locals_[key].get((), value) if key in locals_ else value
+                key: locals_[key].get((), value) if key in locals_ else odd.get(key, value)
                 for key, value in own.items()
-                if key in self._reshaped or key not in locals_
+                if key in self._reshaped or key not in locals_.keys() | (odd.keys() & themselves)
             }
             if others:
                 self._part.module.load_state_dict(others, strict=False)
@@ -310,15 +324,26 @@ class ModuleFill:
         """Load the state dict into the module, and compare."""
         module = self._part.module
         for key, buffer in self._absent.items():
-            buffer.make(self._tensors[key].tensor, self._device())
+            if key in self._odd:
+                buffer.hold(self._odd[key].value.to(self._device()))
+            else:
+                buffer.make(self._tensors[key].tensor, self._device())
         state = module.state_dict()  # what hangs on it, such as versions, stays
         own = frozenset(state)
         expanded = self._expanded()
-        themselves = tensors_of(module) if expanded else {}
+        themselves = self._themselves([*expanded, *self._odd])
         for key in list(state):
             if key in self._values:
                 value = tree_of([(leaf.path[1:], one) for leaf, one in self._values[key]])
                 state[key] = unpack(value, self._make(key)) if is_packed(value) else value
+            elif key in self._odd:
+                if key not in themselves:
+                    state[key] = self._odd[key].value  # which its module makes anew
+                    continue
+                self._odd[key].put(themselves[key])
+                state[key] = themselves[key]
+                if is_without_size(state[key]):
+                    del state[key]  # torch compares sizes, and cannot here
             elif key in expanded:
                 copy_into_expanded(state[key], self._tensors[key].tensor)
                 state[key] = themselves.get(key, state[key])  # which is not copied into itself
@@ -345,6 +370,13 @@ class ModuleFill:
             ) from error
         self._compare(module.state_dict())
 
+    def _themselves(self, keys: Iterable[str]) -> dict[str, torch.Tensor]:
+        """Return the parameters and buffers of which state dicts have aliases, by key."""
+        keys, module = list(keys), self._part.module
+        tensors = tensors_of(module) if keys else {}
+        fqns = {key: fqn_of(module, key) for key in keys}
+        return {key: tensors[fqn] for key, fqn in fqns.items() if fqn in tensors}
+
     def _device(self) -> torch.device:
         tensors = tensors_of(self._part.module).values()
         return next((one.device for one in tensors), torch.device("cpu"))
@@ -358,7 +390,8 @@ class ModuleFill:
     def _check_keys(self, found: Any, own: frozenset[str]) -> None:
         """Do what ``strict`` does, for all keys that are saved, but not for those of wrappers."""
         absent = {key for key in own if key not in self._fqns}  # is not in the checkpoint, either
-        missing = set(getattr(found, "missing_keys", ())) & own - set(self._wrappers) - absent
+        in_place = {*self._wrappers, *self._odd}
+        missing = set(getattr(found, "missing_keys", ())) & own - in_place - absent
         others = [*sorted(missing), *getattr(found, "unexpected_keys", ())]
         if others:
             raise StateMismatch(
@@ -378,9 +411,8 @@ class ModuleFill:
             for key, shards in self._shards.items()
             if key not in self._cast and not shards.is_in(self._own[key])
         ]
-        wrong += [
-            self._fqns[key] for key, fill in self._wrappers.items() if not fill.is_in(live[key])
-        ]
+        for fills in (self._wrappers, self._odd):
+            wrong += [self._fqns[key] for key, fill in fills.items() if not fill.is_in(live[key])]
         if wrong:
             raise StateMismatch(
                 self._where,
@@ -406,7 +438,7 @@ def _has_a_say(module: nn.Module) -> bool:
 
 
 def _is_odd(value: object) -> bool:
-    """Tell whether a tensor is a sparse one that torch can copy into."""
+    """Tell whether it is a tensor that is not elements in order, and can be taken apart."""
     if not isinstance(value, torch.Tensor) or is_lazy(value):
         return False
-    return value.layout == torch.sparse_coo and is_odd(value)
+    return not is_in_order(value) and is_odd(value)

@@ -13,7 +13,7 @@ from torch import nn
 
 from dcp_checkfreq.format.torch_private import load_hooks_of
 from dcp_checkfreq.shards.codec import is_same
-from dcp_checkfreq.state.names import child_of
+from dcp_checkfreq.state.names import child_of, fqn_of
 from dcp_checkfreq.state.part import is_trusted
 
 
@@ -44,11 +44,12 @@ def copy_into_expanded(live: torch.Tensor, saved: torch.Tensor) -> None:
 
 
 def tensors_of(module: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers themselves, by name."""
-    return {
-        **dict(module.named_parameters(remove_duplicate=False)),
-        **dict(module.named_buffers(remove_duplicate=False)),
-    }
+    """Return the parameters and buffers themselves, by FQN."""
+    tensors = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
+    return {fqn_of(module, name): tensor for name, tensor in tensors}
 
 
 def may_change_shapes(module: nn.Module, key: str) -> bool:
@@ -76,7 +77,11 @@ class AbsentBuffer:
 
     def make(self, kept: torch.Tensor, device: torch.device) -> None:
         """Let there be one like ``kept``."""
-        self.owner._buffers[self.name] = torch.empty_like(kept, device=device)
+        self.hold(torch.empty_like(kept, device=device))
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Let it be a tensor."""
+        self.owner._buffers[self.name] = tensor
 
     def take_away(self) -> None:
         """Let it be None again."""

@@ -30,7 +30,7 @@ from dcp_checkfreq.state.sharded_state import (
     layouts_of,
     record_keys,
 )
-from dcp_checkfreq.state.tensor_kinds import is_odd
+from dcp_checkfreq.state.tensor_kinds import is_in_order, is_odd
 from dcp_checkfreq.state.value_part import AbsentFill, ValueFill, ValuePart
 from dcp_checkfreq.state.wanted import Wanted
 from dcp_checkfreq.state.wrappers import Kinds, is_usual_shard, stored
@@ -245,7 +245,7 @@ class OptimizerPart:
 def _is_usual(value: Any) -> bool:
     """Tell whether DCP keeps a value of a parameter's state as it is."""
     if type(value) is torch.Tensor:
-        return value.layout is torch.strided and not value.is_quantized
+        return is_in_order(value)
     return is_usual_shard(value)
 
 

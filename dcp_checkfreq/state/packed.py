@@ -55,7 +55,7 @@ def pack_if_needed(value: object) -> Any:
         return value
     packed = pack(value)
     is_plain = len(packed[TREE]) == 1 and not packed[TENSORS]
-    return value if is_plain and not isinstance(value, (dict, list)) else packed
+    return value if is_plain and not isinstance(value, (dict, list, torch.Tensor)) else packed
 
 
 def _left_apart(parts: Mapping[str, Any]) -> Any:

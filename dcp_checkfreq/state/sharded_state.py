@@ -24,6 +24,7 @@ from dcp_checkfreq.shards.boxes import (
 )
 from dcp_checkfreq.shards.codec import is_same, local_of
 from dcp_checkfreq.state.saved import Leaf
+from dcp_checkfreq.state.tensor_kinds import cannot_be_cast, is_alike, is_in_order
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
 from dcp_checkfreq.state.wrappers import (
     RECORD,
@@ -222,6 +223,8 @@ def _along(around: Layout, cuts: set[int], size: tuple[int, ...]) -> Layout | No
 
 def same(live: torch.Tensor, loaded: torch.Tensor) -> bool:
     """Tell whether two tensors are the same in all bits, of inner tensors too."""
+    if not (is_in_order(live) and is_in_order(loaded)):
+        return is_alike(live, loaded)
     if not holds_wrapper(loaded) and not holds_wrapper(live):
         return is_same(live, loaded)
     if type(local_of(live)) is not type(local_of(loaded)):
@@ -231,8 +234,8 @@ def same(live: torch.Tensor, loaded: torch.Tensor) -> bool:
 
 
 def without_wrapper_tensors(value: Any) -> Any:
-    """Return state with plain tensors for wrappers: torch would cast, and so dequantise, them."""
-    if holds_wrapper(value):
+    """Return state with plain tensors for wrappers, and for others that torch cannot cast."""
+    if holds_wrapper(value) or (isinstance(value, torch.Tensor) and cannot_be_cast(value)):
         return torch.zeros(())
     if type(value) is dict:
         return {key: without_wrapper_tensors(inner) for key, inner in value.items()}

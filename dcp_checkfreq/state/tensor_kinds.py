@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn.parameter import is_lazy
 
 from dcp_checkfreq.format.torch_private import MKLDNN_LAYOUT
+from dcp_checkfreq.shards.codec import is_same
 from dcp_checkfreq.shards.self_described import describes_itself
 from dcp_checkfreq.state import user_classes
 from dcp_checkfreq.state.tags import Malformed, need
@@ -21,8 +22,18 @@ _PLAIN = (torch.Tensor, nn.Parameter)
 _COMPRESSED: dict[str, Any] = {
     name: getattr(torch, name) for name in ("sparse_csr", "sparse_csc", "sparse_bsr", "sparse_bsc")
 }
-_BY_LAYOUT = {layout: name for name, layout in _COMPRESSED.items()}
+BY_LAYOUT = {layout: name for name, layout in _COMPRESSED.items()}
 KINDS = frozenset(["dressed", "coo", "compressed", "nested", "jagged", "mkldnn", "subclass"])
+
+
+def is_in_order(tensor: torch.Tensor) -> bool:
+    """Tell whether a tensor is elements in order, whatever its class is. Fast."""
+    return tensor.layout is torch.strided and not (tensor.is_quantized or tensor.is_nested)
+
+
+def cannot_be_cast(tensor: torch.Tensor) -> bool:
+    """Tell whether torch has no other dtypes for a tensor of this kind."""
+    return tensor.is_quantized or tensor.layout == MKLDNN_LAYOUT
 
 
 def is_odd(tensor: torch.Tensor) -> bool:
@@ -42,7 +53,7 @@ def _kind_of(tensor: torch.Tensor) -> str | None:
         return "subclass" if user_classes.is_tensor_class(kind) else None
     if tensor.layout == torch.sparse_coo:
         return "coo"
-    if tensor.layout in _BY_LAYOUT:
+    if tensor.layout in BY_LAYOUT:
         return "compressed"
     return "mkldnn" if tensor.layout == MKLDNN_LAYOUT else None
 
@@ -64,13 +75,34 @@ def taken_apart(tensor: torch.Tensor) -> tuple[Any, ...] | None:
         by_row = bare.layout in (torch.sparse_csr, torch.sparse_bsr)
         outer = bare.crow_indices() if by_row else bare.ccol_indices()
         inner = bare.col_indices() if by_row else bare.row_indices()
-        return kind, _BY_LAYOUT[bare.layout], outer, inner, bare.values(), tuple(bare.shape)
+        return kind, BY_LAYOUT[bare.layout], outer, inner, bare.values(), tuple(bare.shape)
     if kind == "mkldnn":
         return kind, bare.to_dense()
     if kind == "nested":
         return kind, list(bare.unbind()), bare.dtype
     ragged = next(at for at, size in enumerate(bare.shape) if type(size) is not int)
     return kind, bare.values(), bare.offsets(), bare.lengths(), ragged
+
+
+def is_alike(one: Any, other: Any) -> bool:
+    """Tell whether two tensors, or what they were taken apart into, are the same bit by bit."""
+    ours, theirs = _parts_of(one), _parts_of(other)
+    if ours is not None and theirs is not None:
+        return len(ours) == len(theirs) and all(map(is_alike, ours, theirs))
+    if isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor):
+        return ours is theirs and is_same(one, other)
+    return type(one) is type(other) and bool(one == other)
+
+
+def _parts_of(value: Any) -> Sequence[Any] | None:
+    if not isinstance(value, torch.Tensor):
+        return value if isinstance(value, (list, tuple)) else None
+    if not value.is_quantized:
+        return taken_apart(value)
+    if value.qscheme() == torch.per_tensor_affine:
+        return value.qscheme(), value.q_scale(), value.q_zero_point(), value.int_repr()
+    scales, zeros = value.q_per_channel_scales(), value.q_per_channel_zero_points()
+    return value.qscheme(), scales, zeros, value.q_per_channel_axis(), value.int_repr()
 
 
 def dress_of(tensor: torch.Tensor) -> tuple[bool, bool, dict[str, Any]] | None:

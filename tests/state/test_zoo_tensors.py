@@ -7,9 +7,22 @@ of every dtype also as buffer and as state of an optimizer.
 import pytest
 import torch
 from torch import nn
-from zoo_tensors import EXACT, LARGE, PLAIN_DTYPES, REFUSED, differs, filled
+from zoo_tensors import (
+    EXACT,
+    IN_MODULES,
+    LARGE,
+    PLAIN_DTYPES,
+    REFUSED,
+    blocks,
+    differs,
+    filled,
+    jagged,
+    quantised,
+    some,
+)
 
-from dcp_checkfreq import Checkpointer, UnsupportedState
+from dcp_checkfreq import Checkpointer, StateMismatch, UnsupportedState
+from dcp_checkfreq.state.odd_fill import copy_odd
 
 # Torch's own, when such tensors are made, and where the table reads bits of complex numbers.
 pytestmark = [
@@ -116,3 +129,157 @@ def test_what_is_not_initialised_is_refused_with_its_key_when_registered(tmp_pat
     with pytest.raises(UnsupportedState, match="has no data yet") as caught:
         Checkpointer(tmp_path, parts, every=1000)
     assert caught.value.key == key
+
+
+class Own(nn.Module):
+    """Is not one of torch's."""
+
+
+class Holds(nn.Module):
+    """Has a tensor as buffer and as parameter, and one as state of an optimizer."""
+
+    def __init__(self, make, seed, share=0.5):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.body = Own()
+        self.body.register_buffer("buffer", make(share))
+        self.body.parameter = nn.Parameter(make(share), requires_grad=False)
+        self.weight = nn.Parameter(torch.rand(2))
+        self.of_optimizer = make(share)
+
+    def parts(self, *, is_fresh=False):
+        state = () if is_fresh else {"odd": self.of_optimizer}
+        return {"model": self, "optim": Optimizer(self.weight, state)}
+
+    def facts(self):
+        return [self.body.buffer, self.body.parameter, self.weight]
+
+
+@pytest.mark.parametrize("share", [0.5, 0.0, 1.0])
+@pytest.mark.parametrize("name", IN_MODULES)
+def test_modules_and_optimizers_get_tensors_of_every_kind_back(tmp_path, name, share):
+    saved = Holds(IN_MODULES[name], 1)
+    save(tmp_path, saved.parts())
+    fresh = Holds(IN_MODULES[name], 2, share)
+    ids = list(map(id, fresh.facts()))
+    assert differs(fresh.facts(), saved.facts()) is not None
+    parts = restored(tmp_path, fresh.parts(is_fresh=True))
+    assert differs(fresh.facts(), saved.facts()) is None
+    assert list(map(id, fresh.facts())) == ids
+    state = parts["optim"].state[fresh.weight]["odd"]
+    assert differs(state, saved.of_optimizer) is None
+
+
+class Refuses:
+    """Can be saved, and not restored."""
+
+    def state_dict(self):
+        return {"a": 1}
+
+    def load_state_dict(self, state):
+        raise ValueError("not this one")
+
+
+class HasASay(Holds):
+    """Is restored first, as it might fail."""
+
+    def _load_from_state_dict(self, *args, **kwargs):
+        super()._load_from_state_dict(*args, **kwargs)
+
+
+@pytest.mark.parametrize("name", IN_MODULES)
+def test_modules_have_their_tensors_again_when_a_restore_fails(tmp_path, name):
+    save(tmp_path, {**HasASay(IN_MODULES[name], 1).parts(), "other": Refuses()})
+    fresh, twin = (HasASay(IN_MODULES[name], 2, 0.25) for _ in range(2))
+    parts = {**fresh.parts(), "other": Refuses()}
+    with (
+        Checkpointer(tmp_path, parts, every=1000) as ckpt,
+        pytest.raises(ValueError, match="not this one"),
+    ):
+        ckpt.restore()
+    assert differs(fresh.facts(), twin.facts()) is None
+    assert differs(parts["optim"].state[fresh.weight]["odd"], twin.of_optimizer) is None
+
+
+OTHERS = {
+    "dense": lambda _: torch.rand(4, 4),
+    "COO of another size": lambda share: some(share, 4, 9).to_sparse(),
+    "COO in doubles": lambda share: some(share, 4, 4).double().to_sparse(),
+    "CSR of another size": lambda share: some(share, 9, 5).to_sparse_csr(),
+    "BSR with other blocks": lambda share: blocks(share).to_sparse_bsr((2, 2)),
+    "nested, other rows": lambda _: torch.nested.nested_tensor([torch.rand(6, 3)]),
+    "jagged, other rows": lambda _: jagged(5),
+    "quantised, another size": lambda _: quantised(4, 4),
+    "quantised, another dtype": lambda _: quantised(3, 4, dtype=torch.quint8),
+}
+
+
+@pytest.mark.parametrize("there", ["COO", "CSR", "BSR", "nested", "jagged", "quantised by tensor"])
+@pytest.mark.parametrize("here", OTHERS)
+def test_what_is_of_another_form_here_is_refused_by_name_and_left_alone(tmp_path, there, here):
+    save(tmp_path, {"model": Holds(IN_MODULES[there], 1)})
+    fresh, twin = (Holds(OTHERS[here], 2) for _ in range(2))
+    with Checkpointer(tmp_path, {"model": fresh}, every=1000) as ckpt:
+        with pytest.raises(StateMismatch, match=r"model\.body\.buffer") as caught:
+            ckpt.restore()
+        assert "model.body.parameter" in str(caught.value)
+    assert differs(fresh.facts(), twin.facts()) is None
+
+
+@pytest.mark.parametrize("name", IN_MODULES)
+def test_a_hook_that_changes_such_a_tensor_is_noticed(tmp_path, name):
+    save(tmp_path, {"model": Holds(IN_MODULES[name], 1)})
+    fresh = Holds(IN_MODULES[name], 2)
+    another = IN_MODULES[name](0.5)
+
+    def spoil(module, _):
+        copy_odd(module.body.buffer, another)
+
+    fresh.register_load_state_dict_post_hook(spoil)
+    with (
+        Checkpointer(tmp_path, {"model": fresh}, every=1000) as ckpt,
+        pytest.raises(StateMismatch, match=r"not what was saved: body\.buffer\."),
+    ):
+        ckpt.restore()
+
+
+@pytest.mark.parametrize("name", IN_MODULES)
+def test_a_buffer_that_is_none_is_made_of_any_kind(tmp_path, name):
+    saved, fresh = Holds(IN_MODULES[name], 1), Holds(IN_MODULES[name], 2)
+    save(tmp_path, {"model": saved, "other": Refuses()})
+    fresh.body.buffer = None
+    with (
+        Checkpointer(tmp_path, {"model": fresh, "other": Refuses()}, every=1000) as ckpt,
+        pytest.raises(ValueError, match="not this one"),
+    ):
+        ckpt.restore()
+    assert fresh.body.buffer is None
+    with Checkpointer(tmp_path, {"model": fresh}, every=1000) as ckpt:
+        ckpt.restore(only=["model"])
+    assert differs(fresh.facts(), saved.facts()) is None
+
+
+def test_a_buffer_that_becomes_a_sparse_one_is_saved_as_one(tmp_path):
+    saved = Holds(lambda share: torch.rand(4, 4), 1)
+    with Checkpointer(tmp_path, {"model": saved}, every=1000) as ckpt:
+        ckpt.save(wait=True)
+        saved.body.buffer = saved.body.buffer.to_sparse_csr()
+        ckpt.step = 1
+        ckpt.save(wait=True)
+    fresh = Holds(lambda share: torch.rand(4, 4), 2)
+    fresh.body.buffer = fresh.body.buffer.to_sparse_csr()
+    restored(tmp_path, {"model": fresh})
+    assert differs(fresh.facts(), saved.facts()) is None
+
+
+def test_a_module_that_makes_a_quantised_tensor_for_its_state_gets_it_back(tmp_path):
+    def made(seed):
+        torch.manual_seed(seed)
+        module = torch.ao.nn.quantized.Conv2d(2, 3, 2)
+        module.set_weight_bias(quantised(3, 2, 2, 2), torch.rand(3))
+        return module
+
+    saved, fresh = made(1), made(2)
+    save(tmp_path, {"model": saved})
+    restored(tmp_path, {"model": fresh})
+    assert differs(list(fresh._weight_bias()), list(saved._weight_bias())) is None

@@ -125,6 +125,50 @@ EXACT = {
     ],
     "quantised by channel": lambda: [per_channel(n) for n in (3, LARGE)],
 }
+
+
+def some(share, *shape):
+    """Random numbers, and zeros for about a share of them."""
+    return torch.rand(shape) * (torch.rand(shape) >= share)
+
+
+def blocks(share):
+    return some(share, 2, 2, 1, 1).expand(2, 2, 3, 2).permute(0, 2, 1, 3).reshape(6, 4)
+
+
+def quantised(*shape, dtype=torch.qint8):
+    return torch.quantize_per_tensor(torch.rand(shape), float(torch.rand(())), 3, dtype)
+
+
+def by_channel(zeros, axis=0):
+    return torch.quantize_per_channel(torch.rand(2, 2), torch.rand(2), zeros, axis, torch.quint8)
+
+
+def summed_twice(share):
+    values = some(share, 4, 4).to_sparse()
+    return torch.sparse_coo_tensor(values.indices().repeat(1, 2), values.values().repeat(2), (4, 4))
+
+
+# What a module holds as buffer or parameter: made of random numbers, with a share of zeros.
+IN_MODULES = {
+    "COO": lambda share: some(share, 4, 4).to_sparse(),
+    "uncoalesced COO": summed_twice,
+    "hybrid COO": lambda share: some(share, 4, 1).expand(4, 3).to_sparse(1),
+    "CSR": lambda share: some(share, 4, 5).to_sparse_csr(),
+    "large CSR": lambda share: some(share, 90, 90).to_sparse_csr(),
+    "CSC": lambda share: some(share, 4, 5).to_sparse_csc(),
+    "BSR": lambda share: blocks(share).to_sparse_bsr((3, 2)),
+    "BSC": lambda share: blocks(share).to_sparse_bsc((3, 2)),
+    "nested": lambda _: torch.nested.nested_tensor([torch.rand(2, 3), torch.rand(4, 3)]),
+    "jagged": lambda _: jagged(4),
+    "jagged with holes": lambda _: hole(),
+    "mkldnn": lambda _: torch.rand(4, 4).to_mkldnn(),
+    "quantised by tensor": lambda _: quantised(3, 4),
+    "quantised by tensor, in 32 bits": lambda _: quantised(5000, dtype=torch.qint32),
+    "quantised by channel": lambda _: by_channel(torch.tensor([1, 2])),
+    "quantised by channel, other axis": lambda _: by_channel(torch.tensor([1, 2]), 1),
+    "quantised by channel, zeros that are floats": lambda _: by_channel(torch.rand(2)),
+}
 REFUSED = {
     "meta": (lambda: torch.empty(3, device="meta"), "meta tensor"),
     "meta sparse": (lambda: eye(3).to_sparse().to("meta"), "sparse_coo"),
