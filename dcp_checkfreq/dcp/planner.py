@@ -10,6 +10,7 @@ import os
 import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -68,7 +69,8 @@ class _Facts:
     token: str | None  # of the kept plan that this rank would use; None: its plan is attached
     name: str  # of the checkpoint that this rank is saving
     digests: Mapping[str, int] = field(default_factory=dict)  # of values that ranks must share
-    no_replicas: frozenset[str] = frozenset()  # keys of what may differ: the first rank's counts
+    # Keys of what may differ, and of which value they are: the first rank's counts.
+    no_replicas: Mapping[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +124,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self._check_tensors = True
         self._is_partial = False
         self._ranks: int | None = None
-        self._no_replicas: frozenset[str] = frozenset()
+        self._no_replicas: Mapping[str, str] = {}
         self._where = self._name = ""
         self._digests: dict[str, int] = {}
 
@@ -140,10 +142,11 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         """Say whether the next state has meta tensors in place of what other ranks write."""
         self._is_partial = is_partial
 
-    def expect_no_replicas(self, keys: frozenset[str]) -> None:
+    def expect_no_replicas(self, keys: Mapping[str, str]) -> None:
         """Say of which flat keys each rank has a value of its own, and the first rank's is kept.
 
-        Such are the buffers of modules under DDP: each rank makes them from its own batches.
+        Such are the buffers of modules under DDP: each rank makes them from its own batches. By
+        key is said of which value it is a part: all parts of a value come from one rank.
         """
         self._no_replicas = keys
 
@@ -251,7 +254,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
             else dataclasses.replace(plan, planner_data=fact.mappings)
             for rank, (plan, fact) in enumerate(zip(all_plans, facts, strict=True))
         ]
-        no_replicas = frozenset[str]().union(*(fact.no_replicas for fact in facts))
+        no_replicas = {key: of for fact in facts for key, of in fact.no_replicas.items()}
         local_plans = _each_item_once(local_plans, no_replicas)
         token = uuid.uuid4().hex
         plans, metadata = super().create_global_plan(local_plans)
@@ -311,7 +314,7 @@ class FailingSavePlanner(CheckFreqSavePlanner):
 
 
 def _each_item_once(
-    plans: list[SavePlan], no_replicas: frozenset[str] = frozenset()
+    plans: list[SavePlan], no_replicas: Mapping[str, str] = MappingProxyType({})
 ) -> list[SavePlan]:
     """Give every item that several ranks hold to one of them; DCP's rule balances less well.
 
@@ -319,12 +322,16 @@ def _each_item_once(
     rank.
     """
     taken: set[MetadataIndex] = set()
+    has_come: set[str] = set()  # values of several parts, of which a rank before may have fewer
     held: list[dict[MetadataIndex, int]] = []
     for plan in plans:
         mine = {item.index: _bytes_of_item(item) for item in plan.items}
         first_come = {index for index in mine if index.fqn in no_replicas}
+        taken |= {index for index in first_come if no_replicas[index.fqn] in has_come}
         held.append({index: size for index, size in mine.items() if index not in taken})
         taken |= first_come
+        values = {no_replicas[index.fqn] for index in first_come}
+        has_come |= values - {index.fqn for index in first_come}
     chosen = share_out(held)
     return [
         dataclasses.replace(plan, items=[item for item in plan.items if item.index in mine])

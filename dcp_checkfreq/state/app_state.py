@@ -99,13 +99,16 @@ class AppState:
         return order + [name for name in self._parts if name not in set(order)]
 
     @property
-    def no_replicas(self) -> frozenset[str]:
-        """Flat keys of what was captured last and may differ between ranks: rank 0's is kept."""
-        return frozenset(
-            f"{name}.{fqn}"
+    def no_replicas(self) -> dict[str, str]:
+        """Flat keys of what was captured last and may differ between ranks: rank 0's is kept.
+
+        By key is said of which value it is a part.
+        """
+        return {
+            f"{name}.{key}": f"{name}.{value}"
             for name in self._parts
-            for fqn in getattr(self._part(name), "no_replicas", ())
-        )
+            for key, value in getattr(self._part(name), "no_replicas", {}).items()
+        }
 
     def check(self, *, allow_pickle: bool, names: Sequence[str] | None = None) -> None:
         """Capture once, and make sure that all of it could be saved and restored.

@@ -45,8 +45,6 @@ class Fsdp1ModulePart:
         """Return what torch makes of it."""
         return get_model_state_dict(self.module)
 
-    no_replicas: frozenset[str] = frozenset()
-
     def is_empty(self) -> bool:
         """Tell whether there is nothing to save."""
         return False

@@ -36,7 +36,15 @@ from dcp_checkfreq.state.odd_tensors import (
     may_change_shapes,
     tensors_of,
 )
-from dcp_checkfreq.state.packed import Make, is_packed, pack_if_needed, tensors_in, unpack
+from dcp_checkfreq.state.packed import (
+    TENSORS,
+    TREE,
+    Make,
+    is_packed,
+    pack_if_needed,
+    tensors_in,
+    unpack,
+)
 from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
 from dcp_checkfreq.state.saved import Leaf, Lookup, Renames, SavedState
 from dcp_checkfreq.state.tensor_kinds import is_in_order, is_odd
@@ -72,7 +80,7 @@ class ModulePart:
         self._learned_from: object = None
         self._fqns: dict[str, str] = {}  # by key
         self._renamed: list[tuple[str, str]] = []  # those that differ
-        self._no_replicas: frozenset[str] = frozenset()
+        self._no_replicas: dict[str, str] = {}
 
     @torch.no_grad()
     def capture(self) -> dict[str, Any]:
@@ -85,15 +93,22 @@ class ModulePart:
                 if is_lazy(value):
                     del own[key]  # it has nothing yet
                 elif _is_odd(value):
-                    own[key] = pack_if_needed(value)
+                    own[key] = self._packed(key, value)
                 elif type(value) not in PLAIN:
                     own[key] = self._stored(key, value)
             else:
-                own[key] = pack_if_needed(value)  # DCP would take dicts and lists apart
+                own[key] = self._packed(key, value)  # DCP would take dicts and lists apart
         for key, fqn in self._renamed:
             if key in own:
                 own[fqn] = own.pop(key)
         return own
+
+    def _packed(self, key: str, value: object) -> Any:
+        made, fqn = pack_if_needed(value), self._fqns[key]
+        if fqn in self._no_replicas and is_packed(made):
+            keys = TREE, TENSORS, *(f"{TENSORS}.{at}" for at in range(len(made[TENSORS])))
+            self._no_replicas.update((f"{fqn}.{one}", fqn) for one in keys)
+        return made
 
     def _stored(self, key: str, value: torch.Tensor) -> Any:
         fqn = self._fqns[key]
@@ -108,8 +123,7 @@ class ModulePart:
             inner = {f"{fqn}.{'.'.join(path)}" for path, _ in flat(parts)}
             if fqn not in self._no_replicas:
                 inner = {one for one in inner if one.endswith(RECORD)}
-            if not inner <= self._no_replicas:
-                self._no_replicas |= inner
+            self._no_replicas.update((one, one) for one in inner)
 
     def own(self) -> dict[str, Any]:
         """Return the state dict as the module makes it, its keys looked up."""
@@ -120,7 +134,7 @@ class ModulePart:
             self._fqns = fqns_of(self.module, own)
             self._renamed = [(key, fqn) for key, fqn in self._fqns.items() if key != fqn]
             named = {fqn_of(self.module, name) for name, _ in self._parameters()}
-            self._no_replicas = frozenset(self._fqns.values()) - named
+            self._no_replicas = {one: one for one in self._fqns.values() if one not in named}
             self._learned_from = learned_from
         return own
 
@@ -128,8 +142,11 @@ class ModulePart:
         return list(self.module.named_parameters(remove_duplicate=False))
 
     @property
-    def no_replicas(self) -> frozenset[str]:
-        """FQNs of what may differ between ranks of DDP: buffers and extra state; rank 0's count."""
+    def no_replicas(self) -> Mapping[str, str]:
+        """What may differ between ranks of DDP: buffers and extra state; rank 0's count.
+
+        By key is said of which value it is a part: all parts of a value come from one rank.
+        """
         return self._no_replicas
 
     def is_empty(self) -> bool:

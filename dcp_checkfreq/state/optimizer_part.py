@@ -56,7 +56,7 @@ class OptimizerPart:
         self._modules = modules
         self._learned_from: object = None
         self._fqns: dict[int, str] = {}  # by identity of the parameter
-        self._no_replicas: set[str] = set()
+        self._no_replicas: dict[str, str] = {}
         self._of_all_ranks: list[list[str]] = []  # FQNs in each group, if ranks hold others
         self._is_zero = hasattr(optimizer, "consolidate_state_dict")
         if self._is_zero and not isinstance(getattr(optimizer, "optim", None), Optimizer):
@@ -192,16 +192,17 @@ class OptimizerPart:
                 )
         if isinstance(parameter, DTensor):
             if kept is not state:
-                self._no_replicas.update(record_keys(name, state, kept))
+                keys = record_keys(name, state, kept)
+                self._no_replicas.update((key, key) for key in keys)
             said = layouts_of(state, parameter)
             if said:
                 kept = kept | {LAYOUTS: said}
         return kept
 
     @property
-    def no_replicas(self) -> frozenset[str]:
+    def no_replicas(self) -> Mapping[str, str]:
         """Keys of what may differ between ranks; see `ModulePart.no_replicas`."""
-        return frozenset(self._no_replicas)
+        return self._no_replicas
 
     def kinds(self, *, live: bool = False) -> Kinds:
         """Return the classes that its wrapper subclasses may be made of.

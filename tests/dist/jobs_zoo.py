@@ -2,6 +2,8 @@
 
 import hashlib
 import json
+import pathlib
+import sys
 
 import torch
 import torch.distributed as dist
@@ -244,6 +246,55 @@ def zoo_talking_parts(shared):
     with Checkpointer(shared / "talks", fresh, every=9) as ckpt:
         ckpt.restore()
     return [fresh["one"].value, fresh["two"].value]
+
+
+class Odd(nn.Module):
+    """Holds tensors of every kind, with other numbers for each seed; parameters of all ranks."""
+
+    def __init__(self, seed, of_all):
+        super().__init__()
+        zoo = tensors_of_the_zoo()
+        for number, make in enumerate(zoo.IN_MODULES.values()):
+            torch.manual_seed(seed)
+            self.register_buffer(f"buffer{number}", make(0.0 if seed % 2 else 0.9))
+            torch.manual_seed(of_all)
+            self.register_parameter(f"parameter{number}", nn.Parameter(make(0.5), False))
+
+        self.rank = seed % 7
+        self.more = torch.arange(5000.0) if self.rank else None  # an item that rank 0 has not
+
+    def get_extra_state(self):
+        return {"of rank": (self.rank,), "more": self.more}
+
+    def set_extra_state(self, state):
+        (self.rank,), self.more = state["of rank"], state["more"]
+
+    def tensors(self):
+        return [*self.buffers(), *self.parameters()]
+
+
+def tensors_of_the_zoo():
+    """Return the table, which lies with the tests of one rank."""
+    folder = str(pathlib.Path(__file__).parents[1] / "state")
+    sys.path.append(folder)
+    try:
+        import zoo_tensors
+    finally:
+        sys.path.remove(folder)
+    return zoo_tensors
+
+
+@job
+def zoo_odd(shared):
+    """Save buffers of every kind that differ between ranks; return what is not rank 0's."""
+    rank, differs = dist.get_rank(), tensors_of_the_zoo().differs
+    with Checkpointer(shared / "odd", {"model": Odd(rank, of_all=5)}, every=9) as ckpt:
+        ckpt.save(wait=True)
+    fresh = Odd(7 + rank, of_all=6)
+    with Checkpointer(shared / "odd", {"model": fresh}, every=9) as ckpt:
+        ckpt.restore()
+    found = differs(fresh.tensors(), Odd(0, of_all=5).tensors())
+    return [found, fresh.rank, fresh.more]
 
 
 @job
