@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from dcp_checkfreq.state.tags import Malformed, need
+from dcp_checkfreq.state.tags import need
 
 KINDS = frozenset(["torch.Generator", "random.Random", "numpy.Generator", "numpy.RandomState"])
 _BIT_GENERATORS = ("MT19937", "PCG64", "PCG64DXSM", "Philox", "SFC64")
@@ -75,17 +75,8 @@ def put_together(kind: str, content: Sequence[Any]) -> Any:
     """Return a generator in this state.
 
     Raises:
-        Malformed: it is none.
+        Malformed: it is none; or torch, numpy or Python raise (`made_of`).
     """
-    try:
-        return _put_together(kind, content)
-    except Malformed:
-        raise
-    except (ValueError, TypeError, LookupError, ArithmeticError, RuntimeError) as error:
-        raise Malformed(f"it has a {kind} that is none here") from error
-
-
-def _put_together(kind: str, content: Sequence[Any]) -> Any:
     made: Any
     if kind == "torch.Generator":
         device, state = content

@@ -22,7 +22,7 @@ from dcp_checkfreq.format.texts import clipped, shown
 from dcp_checkfreq.format.value_checks import parts_of_value
 from dcp_checkfreq.shards.self_described import describes_itself
 from dcp_checkfreq.state import generators, tensor_kinds, user_classes, value_kinds
-from dcp_checkfreq.state.tags import Malformed, NotHere, Room, refuse_collisions
+from dcp_checkfreq.state.tags import Malformed, NotHere, Room, made_of, refuse_collisions
 from dcp_checkfreq.state.wrappers import is_taken_apart, stored
 
 TREE, TENSORS = "tree", "tensors"
@@ -404,7 +404,7 @@ class _Unpacker:
             return content[0]
         for source in (value_kinds, generators, tensor_kinds):
             if kind in source.KINDS:
-                return source.put_together(kind, content)
+                return made_of(source.put_together, kind, content)
         if kind in user_classes.KINDS:
             return user_classes.put_together(kind, content, may_import=self._may_import)
         raise Malformed("it has a value of a kind that this version does not know")

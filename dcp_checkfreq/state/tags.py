@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 _MOST_COLLIDING = 64
+# What makers raise for what is none of their kind.
+_NONE = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 
 
 class Malformed(ValueError):
@@ -33,6 +35,20 @@ def refuse_collisions(keys: Sequence[Any]) -> None:
         raise Malformed("it has a key that cannot be one") from error
     if any(map(operator.eq, hashes, hashes[_MOST_COLLIDING:])):
         raise Malformed("it has keys that are made up to collide")
+
+
+def made_of(make: Callable[[str, Sequence[Any]], Any], kind: str, content: Sequence[Any]) -> Any:
+    """Return what is made of the content of a tag.
+
+    Raises:
+        Malformed: it is none of this kind.
+    """
+    try:
+        return make(kind, content)
+    except Malformed:
+        raise
+    except _NONE as error:
+        raise Malformed(f"it has a {kind} that is none") from error
 
 
 def need(condition: object, what: str) -> None:

@@ -16,7 +16,7 @@ from dcp_checkfreq.format.torch_private import MKLDNN_LAYOUT
 from dcp_checkfreq.shards.codec import is_same
 from dcp_checkfreq.shards.self_described import describes_itself
 from dcp_checkfreq.state import user_classes
-from dcp_checkfreq.state.tags import Malformed, need
+from dcp_checkfreq.state.tags import need
 
 _PLAIN = (torch.Tensor, nn.Parameter)
 _COMPRESSED: dict[str, Any] = {
@@ -116,22 +116,13 @@ def dress_of(tensor: torch.Tensor) -> tuple[bool, bool, dict[str, Any]] | None:
     return is_parameter, tensor.requires_grad, attributes
 
 
+@torch.no_grad()
 def put_together(kind: str, content: Sequence[Any]) -> Any:
     """Return the tensor of which `taken_apart` made this.
 
     Raises:
-        Malformed: it did not.
+        Malformed: it did not; or torch raises (`made_of`).
     """
-    try:
-        return _put_together(kind, content)
-    except Malformed:
-        raise
-    except (ValueError, TypeError, LookupError, RuntimeError, AttributeError) as error:
-        raise Malformed(f"it has a {kind} tensor that is none") from error
-
-
-@torch.no_grad()
-def _put_together(kind: str, content: Sequence[Any]) -> Any:
     made: Any
     if kind == "dressed":
         inner, is_parameter, has_gradient, attributes = content

@@ -69,14 +69,10 @@ def put_together(kind: str, content: Sequence[Any]) -> Any:
     """Return the value of which `taken_apart` made this.
 
     Raises:
-        Malformed: it did not.
+        Malformed: it did not; or what makes it raises (`made_of`).
     """
     try:
         return _MADE[kind](*content)
-    except Malformed:
-        raise
-    except (ValueError, TypeError, LookupError, ArithmeticError, AttributeError) as error:
-        raise Malformed(f"it has a {kind} that is none") from error
     except (NotImplementedError, OSError) as error:
         raise Malformed(f"it has a {kind} that this machine has not") from error
 

@@ -137,6 +137,47 @@ def test_what_does_not_fit_is_named_and_nothing_is_touched(tmp_path, saved, want
     assert torch.equal(fresh[1].weight, net(wanted, 5)[1].weight)
 
 
+def scaled(scales, *, seed=0):
+    """The same shape, with more or fewer scales."""
+    return Quantised(quantised(seed=seed).codes, torch.rand(scales))
+
+
+@pytest.mark.parametrize(
+    ("saved", "wanted", "said"),
+    [
+        (
+            scaled(4),
+            scaled(7),
+            "model.0.weight.scale: saved [4], wanted [7] (shapes differ)",
+        ),
+        (
+            TwoTensor(two(), scaled(2)),
+            TwoTensor(two(), scaled(9)),
+            "model.0.weight.b.scale: saved [2], wanted [9] (shapes differ)",
+        ),
+        (
+            nested(),
+            TwoTensor(two((3, 5)), two((3, 5))),
+            "model.0.weight.a.a: saved [4, 6], wanted [3, 5] (shapes differ), "
+            "model.0.weight.a.b: saved [4, 6], wanted [3, 5] (shapes differ), "
+            "model.0.weight.b.a: saved [4, 6], wanted [3, 5] (shapes differ), "
+            "model.0.weight.b.b: saved [4, 6], wanted [3, 5] (shapes differ)",
+        ),
+    ],
+    ids=["scales", "inside of another", "all"],
+)
+def test_inner_tensors_of_other_sizes_are_named_by_whole_key_with_both_sizes(
+    tmp_path, saved, wanted, said
+):
+    save(tmp_path, {"model": net(lambda seed: saved, 1)})
+    fresh = net(lambda seed: wanted, 5)
+    before = {path: one.clone() for path, one in inner_of(fresh[0].weight).items()}
+    with pytest.raises(StateMismatch) as caught:
+        restored(tmp_path, {"model": fresh})
+    assert f"it does not fit: {said}" in str(caught.value)
+    assert all(torch.equal(inner_of(fresh[0].weight)[path], one) for path, one in before.items())
+
+
 def test_a_context_that_is_not_plain_is_compared_by_its_text(tmp_path):
     save(tmp_path, {"model": net(lambda seed: quantised(seed=seed, zero=Odd(1)), 1)})
     fresh = net(lambda seed: quantised(seed=seed, zero=Odd(1)), 5)
