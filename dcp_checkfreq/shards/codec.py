@@ -82,6 +82,17 @@ def check_storable(tensor: torch.Tensor, key: str) -> None:
         )
 
 
+def check_not_sharded_tensor(tensor: torch.Tensor, key: str) -> None:
+    """Raise `UnsupportedState` for a tensor of which no snapshot can be taken."""
+    if is_sharded_tensor(tensor):
+        raise UnsupportedState(
+            key,
+            "ShardedTensor",
+            "only DTensor shards can be staged. Give FSDP a device_mesh, use fully_shard, "
+            "or save with dcp.save",
+        )
+
+
 def _bytes_behind(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage().nbytes()
 

@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch.distributed.tensor import DTensor
 
-from dcp_checkfreq.errors import UnsupportedState
 from dcp_checkfreq.shards.boxes import check_as_stock_saves
-from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, memory_of
+from dcp_checkfreq.shards.codec import (
+    check_not_sharded_tensor,
+    check_storable,
+    is_sharded_tensor,
+    memory_of,
+)
 from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.shards.self_described import describes_itself, description_of, memory_parts
 from dcp_checkfreq.snapshot.optimizer_guard import Address, address_of
@@ -84,8 +88,9 @@ class Inventory:
                 self.pieces_of.append(None)
                 continue
             of_leaf = []
+            check_not_sharded_tensor(value, path)
             for part, local in enumerate(look.locals_of(leaf)):
-                _check(value, local, path)
+                check_storable(local, path)
                 # Those without elements have no memory: others would seem to be the same.
                 memory = memory_of(local) if local.nbytes else (path, part)
                 number = numbers.setdefault(memory, len(numbers))
@@ -122,8 +127,9 @@ class _Look:
             try:
                 self.marks.append(self._mark(value, path))
             except RuntimeError:  # sparse, say
+                check_not_sharded_tensor(value, path)
                 for local in self._shards.get(len(self.values), (value,)):
-                    _check(value, local, path)
+                    check_storable(local, path)
                 raise
         elif isinstance(value, Mapping):
             return {key: self._visit(inner, f"{path}.{key}") for key, inner in value.items()}
@@ -166,17 +172,6 @@ class _Look:
         return {
             number: values[leaf] for number, (leaf, _) in enumerate(places) if leaf in self._shards
         }
-
-
-def _check(tensor: torch.Tensor, local: torch.Tensor, path: str) -> None:
-    if is_sharded_tensor(tensor):
-        raise UnsupportedState(
-            path,
-            "ShardedTensor",
-            "only DTensor shards can be staged. Give FSDP a device_mesh, use fully_shard, "
-            "or save with dcp.save",
-        )
-    check_storable(local, path)
 
 
 class Survey:

@@ -23,9 +23,11 @@ from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import StateMismatch, UnsupportedState
 from dcp_checkfreq.state.differences import Differences, listed
-from dcp_checkfreq.state.names import why_nameless
+from dcp_checkfreq.state.names import why_nameless, without_wrappers
+from dcp_checkfreq.state.packed import is_packed, keys_of, pack_if_needed, unpack
 from dcp_checkfreq.state.part import Undo, tensor_described
 from dcp_checkfreq.state.saved import Lookup, Path, Renames, SavedState
+from dcp_checkfreq.state.tensor_kinds import is_in_order
 from dcp_checkfreq.state.tree import tree_of
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
 
@@ -40,10 +42,21 @@ class Fsdp1ModulePart:
 
     def __init__(self, name: str, module: torch.nn.Module) -> None:
         self.name, self.module = name, module
+        self.no_replicas: dict[str, str] = {}  # see `ModulePart.no_replicas`
 
     def capture(self) -> dict[str, Any]:
-        """Return what torch makes of it."""
-        return get_model_state_dict(self.module)
+        """Return what torch makes of it, with what DCP would take apart packed."""
+        own: dict[str, Any] = get_model_state_dict(self.module)
+        named = {without_wrappers(name) for name, _ in self.module.named_parameters()}
+        for key, value in own.items():
+            if isinstance(value, DTensor):
+                continue
+            if not isinstance(value, torch.Tensor) or not is_in_order(value):
+                own[key] = pack_if_needed(value)
+            if key not in named:
+                is_whole = not is_packed(own[key])
+                self.no_replicas.update({key: key} if is_whole else keys_of(key, own[key]))
+        return own
 
     def is_empty(self) -> bool:
         """Tell whether there is nothing to save."""
@@ -83,7 +96,8 @@ class Fsdp1ModulePart:
         options = StateDictOptions(strict=not found.missing)
 
         def put(state: dict[str, Any]) -> None:
-            set_model_state_dict(self.module, state, options=options)
+            unpacked = {key: unpack(one) if is_packed(one) else one for key, one in state.items()}
+            set_model_state_dict(self.module, unpacked, options=options)
 
         def keep() -> Undo:
             now = _copied(self.capture())
@@ -190,4 +204,6 @@ def _copied(value: Any) -> Any:
         return {key: _copied(inner) for key, inner in value.items()}
     if isinstance(value, list):
         return [_copied(inner) for inner in value]
+    if type(value) is tuple:
+        return tuple(_copied(inner) for inner in value)
     return value

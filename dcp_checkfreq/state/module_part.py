@@ -37,10 +37,9 @@ from dcp_checkfreq.state.odd_tensors import (
     tensors_of,
 )
 from dcp_checkfreq.state.packed import (
-    TENSORS,
-    TREE,
     Make,
     is_packed,
+    keys_of,
     pack_if_needed,
     tensors_in,
     unpack,
@@ -106,8 +105,7 @@ class ModulePart:
     def _packed(self, key: str, value: object) -> Any:
         made, fqn = pack_if_needed(value), self._fqns[key]
         if fqn in self._no_replicas and is_packed(made):
-            keys = TREE, TENSORS, *(f"{TENSORS}.{at}" for at in range(len(made[TENSORS])))
-            self._no_replicas.update((f"{fqn}.{one}", fqn) for one in keys)
+            self._no_replicas.update(keys_of(fqn, made))
         return made
 
     def _stored(self, key: str, value: torch.Tensor) -> Any:

@@ -134,6 +134,12 @@ def is_packed(value: object) -> bool:
     return is_tree(value[TREE]) and type(value[TENSORS]) is list
 
 
+def keys_of(fqn: str, packed: Mapping[str, Any]) -> dict[str, str]:
+    """Return the flat keys of a packed value under an FQN, and by each whose parts they are."""
+    keys = TREE, TENSORS, *(f"{TENSORS}.{at}" for at in range(len(packed[TENSORS])))
+    return {f"{fqn}.{one}": fqn for one in keys}
+
+
 def is_tree(tree: Any) -> bool:
     """Tell whether `pack` has made a tree, or what looks like one."""
     if type(tree) is not tuple:

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 from dcp_checkfreq.errors import UnsupportedState
 from dcp_checkfreq.format.value_checks import ValueChecks, parts_of_value, serialised
 from dcp_checkfreq.shards.boxes import check_placements
-from dcp_checkfreq.shards.codec import check_storable, is_sharded_tensor, local_of
+from dcp_checkfreq.shards.codec import check_not_sharded_tensor, check_storable, local_of
 from dcp_checkfreq.shards.self_described import describes_itself, parts_of
 from dcp_checkfreq.state.packed import TENSORS, TREE, is_packed, pack, unpack
 from dcp_checkfreq.state.wrappers import HOW_TO_KNOW, RECORD, Kinds, is_taken_apart, record_of
@@ -82,7 +82,8 @@ def _check_tensor(key: str, tensor: torch.Tensor) -> None:
     if describes_itself(tensor):
         for part in parts_of(key, tensor):
             check_storable(part.tensor, key)
-    elif not is_sharded_tensor(tensor):
+    else:
+        check_not_sharded_tensor(tensor, key)
         check_storable(local_of(tensor), key)
 
 

@@ -9,8 +9,14 @@ import torch
 import torch.distributed as dist
 from jobs import caught, job
 from torch import nn
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+)
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp.wrap import ModuleWrapPolicy
 from torch.distributed.tensor import DTensor, Partial
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
@@ -18,6 +24,7 @@ from torch.distributed.tensor.parallel import (
     parallelize_module,
 )
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.swa_utils import SWALR, AveragedModel
 
 from dcp_checkfreq import Checkpointer
 
@@ -77,6 +84,22 @@ class Stages(nn.Module):
         return x
 
 
+def fsdp1(norm, *, has_mesh=True):
+    return FullyShardedDataParallel(
+        body(norm),
+        auto_wrap_policy=ModuleWrapPolicy({Block}),
+        device_id=torch.device("cpu"),
+        device_mesh=init_device_mesh("cpu", (world(),)) if has_mesh else None,
+        use_orig_params=True,  # for groups that share a block
+    )
+
+
+def averaged(model):
+    """The parts of a job that averages the weights of its last steps."""
+    inner = AveragedModel(model.module, use_buffers=True)
+    return {"model": model, "averaged": inner}
+
+
 ROWS = {
     "DDP with BatchNorm": lambda: DistributedDataParallel(body(nn.BatchNorm1d(6))),
     "DDP with buffers that rank 0 sends": lambda: DistributedDataParallel(
@@ -95,6 +118,11 @@ ROWS = {
         init_device_mesh("cpu", (world(),)),
         mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32),
     ),
+    "FullyShardedDataParallel": lambda: fsdp1(nn.LayerNorm(6)),
+    "FullyShardedDataParallel with BatchNorm": lambda: fsdp1(nn.BatchNorm1d(6)),
+    "DDP with AveragedModel and SWALR": lambda: averaged(
+        DistributedDataParallel(body(nn.BatchNorm1d(6)))
+    ),
     "HSDP": lambda: sharded(body(), grid("replicate", "shard")),
     "TP x FSDP": lambda: two_dimensional(body()),
     "stages of a pipeline under the same names": Stages,
@@ -111,13 +139,18 @@ def world():
 
 def made(name, seed):
     torch.manual_seed(seed)
-    model = ROWS[name]()
+    row = ROWS[name]()
+    parts = row if isinstance(row, dict) else {"model": row}
+    model = parts["model"]
     named = list(model.named_parameters())
     groups = [
         {"params": [one for key, one in named if key.endswith("bias")], "weight_decay": 0.0},
         {"params": [one for key, one in named if not key.endswith("bias")], "lr": 0.03},
     ]
-    return {"model": model, "optim": torch.optim.AdamW(groups, lr=0.1)}
+    parts["optim"] = torch.optim.AdamW(groups, lr=0.1)
+    if "averaged" in parts:
+        parts["schedule"] = SWALR(parts["optim"], swa_lr=0.02, anneal_epochs=3)
+    return parts
 
 
 def train(parts, steps, first=0):
@@ -126,6 +159,9 @@ def train(parts, steps, first=0):
         parts["model"](torch.rand(4, 6)).square().mean().backward()
         parts["optim"].step()
         parts["optim"].zero_grad()
+        if "averaged" in parts:
+            parts["averaged"].update_parameters(parts["model"].module)
+            parts["schedule"].step()
 
 
 def bits(value):
@@ -149,6 +185,8 @@ def bare_of(model):
 def whole(parts):
     """Return all of the state, by name, put together from its shards."""
     model, optimizer = parts["model"], parts["optim"]
+    if isinstance(model, FullyShardedDataParallel):
+        return whole_of_fsdp1(model, optimizer)
     found = {bare(key): bits(value) for key, value in model.state_dict().items()}
     for key, one in model.named_parameters():
         for name, value in optimizer.state[one].items():
@@ -157,6 +195,21 @@ def whole(parts):
         for name, value in group.items():
             if name != "params":
                 found[f"group {number}: {name}"] = bits(value)
+    if "averaged" in parts:
+        averaged_, schedule = parts["averaged"].state_dict(), parts["schedule"].state_dict()
+        found |= {f"averaged: {key}": bits(value) for key, value in averaged_.items()}
+        found |= {f"schedule: {key}": bits(value) for key, value in schedule.items()}
+    return found
+
+
+def whole_of_fsdp1(model, optimizer):
+    options = StateDictOptions(full_state_dict=True)
+    found = {key: bits(one) for key, one in get_model_state_dict(model, options=options).items()}
+    state = get_optimizer_state_dict(model, optimizer, options=options)
+    for key, one in state["state"].items():
+        found |= {f"{key}: {name}": bits(value) for name, value in one.items()}
+    for number, group in enumerate(state["param_groups"]):
+        found |= {f"group {number}: {name}": bits(value) for name, value in group.items()}
     return found
 
 
@@ -305,3 +358,29 @@ def zoo_partial(shared):
     summands = DTensor.from_local(torch.ones(2, 2), mesh, [Partial()], run_check=False)
     model.weight = nn.Parameter(summands)
     return caught(lambda: Checkpointer(shared / "partial", {"model": model}, every=9))
+
+
+@job
+def zoo_sharded_tensor(shared):
+    """Register a model under FSDP1 that makes shards of the old kind."""
+    model = fsdp1(nn.LayerNorm(6), has_mesh=False)
+    return caught(lambda: Checkpointer(shared / "sharded", {"model": model}, every=9))
+
+
+@job
+def zoo_extra_under_fsdp1(shared):
+    """Save a dict as extra state, and odd buffers, under FSDP1; return what is not as saved."""
+    differs = tensors_of_the_zoo().differs
+
+    def made(seed, of_all):
+        model = fsdp1(Odd(seed, of_all))
+        return model, next(one for one in model.modules() if isinstance(one, Odd))
+
+    model, _ = made(dist.get_rank(), of_all=5)
+    with Checkpointer(shared / "extra", {"model": model}, every=9) as ckpt:
+        ckpt.save(wait=True)
+    model, fresh = made(7 + dist.get_rank(), of_all=6)
+    with Checkpointer(shared / "extra", {"model": model}, every=9) as ckpt:
+        ckpt.restore()
+    found = differs(list(fresh.buffers()), list(Odd(0, of_all=5).buffers()))
+    return [found, fresh.rank, fresh.more]
