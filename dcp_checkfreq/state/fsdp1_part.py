@@ -22,6 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import StateMismatch, UnsupportedState
+from dcp_checkfreq.shards.codec import cloned
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.names import why_nameless, without_wrappers
 from dcp_checkfreq.state.packed import is_packed, keys_of, pack_if_needed, unpack
@@ -199,7 +200,7 @@ class Fsdp1Fill:
 
 def _copied(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
-        return value.detach().clone()
+        return value.detach().clone() if isinstance(value, DTensor) else cloned(value)
     if isinstance(value, dict):
         return {key: _copied(inner) for key, inner in value.items()}
     if isinstance(value, list):

@@ -367,13 +367,22 @@ def zoo_sharded_tensor(shared):
     return caught(lambda: Checkpointer(shared / "sharded", {"model": model}, every=9))
 
 
+def has_one_size(tensor):
+    """Tell whether torch loads it under FSDP1, too: no nested one, nor a sparse of other size."""
+    return not tensor.is_nested and "sparse" not in str(tensor.layout)
+
+
 @job
 def zoo_extra_under_fsdp1(shared):
-    """Save a dict as extra state, and odd buffers, under FSDP1; return what is not as saved."""
+    """Save a dict as extra state, and buffers that are quantised or mkldnn, under FSDP1; return what is not as saved."""
     differs = tensors_of_the_zoo().differs
 
     def made(seed, of_all):
-        model = fsdp1(Odd(seed, of_all))
+        odd = Odd(seed, of_all)
+        odd._parameters.clear()  # which torch would put in a row
+        for key in [key for key, one in odd.named_buffers() if not has_one_size(one)]:
+            del odd._buffers[key]
+        model = fsdp1(odd)
         return model, next(one for one in model.modules() if isinstance(one, Odd))
 
     model, _ = made(dist.get_rank(), of_all=5)
@@ -382,5 +391,6 @@ def zoo_extra_under_fsdp1(shared):
     model, fresh = made(7 + dist.get_rank(), of_all=6)
     with Checkpointer(shared / "extra", {"model": model}, every=9) as ckpt:
         ckpt.restore()
-    found = differs(list(fresh.buffers()), list(Odd(0, of_all=5).buffers()))
+    of_rank_0 = [one for one in Odd(0, of_all=5).buffers() if has_one_size(one)]
+    found = differs(list(fresh.buffers()), of_rank_0)
     return [found, fresh.rank, fresh.more]

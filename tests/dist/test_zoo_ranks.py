@@ -31,3 +31,12 @@ def test_talking_parts_are_asked_in_one_order_odd_buffers_are_rank_0s_partial_su
         assert kind == "UnsupportedState"
         assert "'model.weight'" in text
     assert values(answers["zoo_odd"]) == [[None, 0, None]] * 2
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_fsdp1_keeps_extra_state_and_quantised_buffers_and_refuses_old_shards(tmp_path):
+    answers = start(2, tmp_path, ["zoo_sharded_tensor", "zoo_extra_under_fsdp1"])
+    assert values(answers["zoo_extra_under_fsdp1"]) == [[None, 0, None]] * 2
+    for kind, text, _ in values(answers["zoo_sharded_tensor"]):
+        assert kind == "UnsupportedState"
+        assert "'model.0.scale' is a ShardedTensor" in text

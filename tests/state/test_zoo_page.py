@@ -50,6 +50,10 @@ def page():
         "| a DTensor with `Partial` placements | registered | each rank has a summand, and no rank "
         "the value: redistribute it first |"
     )
+    refused.append(
+        "| `FullyShardedDataParallel` without a `device_mesh` | registered | no snapshot can be "
+        "taken of a `ShardedTensor`: give it a device mesh |"
+    )
     ranks = rows_of_ranks()
     exact = sum(map(len, tables.values())) + len(REGROUPED) + len(ranks)
     head, *_ = re.split(r"^\d+ rows: ", PAGE.read_text("utf-8"), maxsplit=1, flags=re.M)
