@@ -22,7 +22,7 @@ from torch.distributed.fsdp import FullyShardedDataParallel
 from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import StateMismatch, UnsupportedState
-from dcp_checkfreq.shards.codec import cloned
+from dcp_checkfreq.shards.codec import cloned, is_sharded_tensor
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.names import why_nameless, without_wrappers
 from dcp_checkfreq.state.packed import is_packed, keys_of, pack_if_needed, unpack
@@ -50,7 +50,7 @@ class Fsdp1ModulePart:
         own: dict[str, Any] = get_model_state_dict(self.module)
         named = {without_wrappers(name) for name, _ in self.module.named_parameters()}
         for key, value in own.items():
-            if isinstance(value, DTensor):
+            if isinstance(value, DTensor) or is_sharded_tensor(value):
                 continue
             if not isinstance(value, torch.Tensor) or not is_in_order(value):
                 own[key] = pack_if_needed(value)
