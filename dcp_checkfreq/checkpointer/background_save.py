@@ -11,7 +11,7 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq.checkpointer.replicas import inner_paths_named
-from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner, FailingSavePlanner
+from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner, FailingSavePlanner
 from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import CheckFreqError, PublishUnknown, RankLost, SaveFailed
 from dcp_checkfreq.format.torch_private import dcp_save

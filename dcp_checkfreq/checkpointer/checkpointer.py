@@ -20,7 +20,7 @@ from dcp_checkfreq.checkpointer.run_history import RunHistory, place_of
 from dcp_checkfreq.checkpointer.saver import Saver
 from dcp_checkfreq.checkpointer.stopping import FinalActions, Stopping
 from dcp_checkfreq.dcp.name_lengths import check_root_lengths
-from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner
+from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner
 from dcp_checkfreq.errors import (
     RankLost,
     SaveFailed,

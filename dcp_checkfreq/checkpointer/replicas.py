@@ -10,7 +10,7 @@ import contextlib
 import logging
 from collections.abc import Iterator
 
-from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner
+from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner
 from dcp_checkfreq.errors import ReplicasDiffer
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.state.replica_paths import View, differences_of

@@ -25,7 +25,7 @@ from dcp_checkfreq.checkpointer.background_save import (
     write_and_publish,
 )
 from dcp_checkfreq.checkpointer.save_meeting import Decide, meet
-from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner
+from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner
 from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import (
     PublishUnknown,

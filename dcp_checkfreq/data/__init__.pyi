@@ -4,23 +4,17 @@ from .cache.dataset import CachedFiles as CachedFiles
 from .cache.file_cache import FileCache as FileCache
 from .cache.stats import (
     CacheStats as CacheStats,
-)
-from .cache.stats import (
     Fallback as Fallback,
 )
 from .dali.loader import ResumableDALILoader as ResumableDALILoader
 from .dali.native_reader import (
     ResumableDALIReader as ResumableDALIReader,
-)
-from .dali.native_reader import (
     check_native_reader as check_native_reader,
 )
 from .loaders.batch_sampler import ResumableBatchSampler as ResumableBatchSampler
 from .loaders.map_style import ResumableLoader as ResumableLoader
 from .loaders.parquet import (
     ParquetSource as ParquetSource,
-)
-from .loaders.parquet import (
     ResumableParquetLoader as ResumableParquetLoader,
 )
 from .loaders.shards import ResumableStreamLoader as ResumableStreamLoader
@@ -29,20 +23,12 @@ from .order.cursor import DataStateError as DataStateError
 from .random.per_sample import sample_rng as sample_rng
 from .random.rng_state import (
     RNGState as RNGState,
-)
-from .random.rng_state import (
     seed_everything as seed_everything,
 )
 from .sources.shard_readers import (
     JsonLinesReader as JsonLinesReader,
-)
-from .sources.shard_readers import (
     Layout as Layout,
-)
-from .sources.shard_readers import (
     NpyReader as NpyReader,
-)
-from .sources.shard_readers import (
     ShardReader as ShardReader,
 )
 from .sources.shard_source import ShardSource as ShardSource

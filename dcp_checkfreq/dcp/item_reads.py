@@ -11,7 +11,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Tenso
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPlanner, ReadItem
 
 from dcp_checkfreq.dcp.covered import check_covered
-from dcp_checkfreq.dcp.planner import CheckFreqLoadPlanner
+from dcp_checkfreq.dcp.load_planner import CheckFreqLoadPlanner
 from dcp_checkfreq.errors import BrokenMetadata, DtypeDiffers, StateMismatch
 from dcp_checkfreq.format.index import Record, digest_starts
 from dcp_checkfreq.format.safe_bytes import load_object, load_tensor

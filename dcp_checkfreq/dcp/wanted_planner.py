@@ -10,7 +10,7 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadIte
 
 from dcp_checkfreq.dcp.boundary import tells_errors
 from dcp_checkfreq.dcp.covered import check_covered
-from dcp_checkfreq.dcp.planner import CheckFreqLoadPlanner
+from dcp_checkfreq.dcp.load_planner import CheckFreqLoadPlanner
 from dcp_checkfreq.errors import LoadFailed
 from dcp_checkfreq.format.safe_bytes import load_object
 from dcp_checkfreq.runtime.gc_paused import collector_held

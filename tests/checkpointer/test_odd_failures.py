@@ -10,7 +10,7 @@ import pytest
 from checkpointer_tools import counter, failing, steps_on
 
 from dcp_checkfreq import Checkpointer, SaveFailed, TooManyFailures, find_latest_valid
-from dcp_checkfreq.dcp.planner import CheckFreqSavePlanner
+from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner
 from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.runtime.outcome import outcome_of, report
 from dcp_checkfreq.testing import ForwardingTier, MemoryTier

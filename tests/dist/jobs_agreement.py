@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-import dcp_checkfreq.dcp.planner
+import dcp_checkfreq.dcp.save_planner
 from dcp_checkfreq import (
     CheckFreqLoadPlanner,
     CheckFreqReader,
@@ -231,7 +231,7 @@ def a_piece_that_was_not_copied(shared):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     parts = {"model": model, "optim": optimizer}
     said = []
-    share_out = dcp_checkfreq.dcp.planner.share_out
+    share_out = dcp_checkfreq.dcp.save_planner.share_out
     with contextlib.suppress(Exception), Checkpointer(root, parts, every=1000) as ckpt:
         for step in range(1, 6):
             train(model, optimizer, step)
@@ -242,9 +242,9 @@ def a_piece_that_was_not_copied(shared):
                     kept = ckpt._planner._kept
                     ckpt._planner._kept = dataclasses.replace(kept, signature=[])
                 if rank == 0:
-                    dcp_checkfreq.dcp.planner.share_out = all_to_rank_2
+                    dcp_checkfreq.dcp.save_planner.share_out = all_to_rank_2
             error = caught(lambda: ckpt.save(wait=True))
-            dcp_checkfreq.dcp.planner.share_out = share_out
+            dcp_checkfreq.dcp.save_planner.share_out = share_out
             dist.barrier()
             found = find_latest_valid(root, depth="digest").step
             record = ckpt.history[-1]
