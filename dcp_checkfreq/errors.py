@@ -358,7 +358,7 @@ class UnsafePickle(LoadFailed):
 
     def __str__(self) -> str:
         return (
-            f"{self.where}: {self.why}. Its code was not run. If you trust whoever wrote this "
+            f"{self.where}: {self.why}. Its code was not run. If you trust the author of this "
             "checkpoint, pass allow_pickle=True"
         )
 

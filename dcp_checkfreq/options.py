@@ -112,7 +112,7 @@ def _are_optimizers(value: object) -> bool:
 
 
 FLAG = Rule("True or False", lambda value: isinstance(value, bool))
-ANYTHING = Rule("anything", lambda _: True)  # looked at by whoever takes it, which names it
+ANYTHING = Rule("anything", lambda _: True)  # looked at where it is used, which names it
 FOLDER = Rule("a path or a Tier", _is_folder)
 OPTIONS = Rule(
     "a mapping of names to values",

@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 def place_of(root: Tier) -> str:
     """Return what tells the folder of a run from all others in this process; warn of those in it.
 
-    What is at work there is a `Checkpointer`, as far as `close_at_exit` was told of this place.
+    What is at work there is a `Checkpointer`, as far as `close_at_exit` knows of this place.
     """
     is_ours = type(root).__module__.startswith("dcp_checkfreq.storage")
     place = root.location if is_ours else f"{root.location}#{id(root)}"
@@ -73,7 +73,7 @@ class RunHistory:
         self._rule = rule
         self._threads = threads
         self._clock = clock
-        self._lineage: Lineage | None = None  # known once it is clear what this run goes on from
+        self._lineage: Lineage | None = None  # known once it is clear what this run resumes from
         self._kept: dict[int, Kept] = {}  # on rank 0: what retention looks after
         # By step: the save that is cleaned up after, and the one that is in flight by then.
         self._writers: deque[tuple[int, CheckFreqWriter]] = deque(maxlen=2)
@@ -152,7 +152,7 @@ class RunHistory:
             )
 
     def _is_replaceable(self, step: int, lineage: Lineage) -> bool:
-        """Tell whether the checkpoint that is in the way is damaged or was left behind.
+        """Tell whether the checkpoint that is already there is damaged or was left behind.
 
         It reads from storage: not on the training thread.
         """
@@ -165,7 +165,7 @@ class RunHistory:
         return record.published and (leaves(lineage, record) or record.problem is not None)
 
     def apply_retention(self, step: int) -> None:
-        """On rank 0: let old checkpoints go. Never raises: the new one is published."""
+        """On rank 0: remove old checkpoints. Never raises: the new one is published."""
         try:
             self._kept[step] = self._as_published(step)
             expired = self._expired()

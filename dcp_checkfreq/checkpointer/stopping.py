@@ -1,4 +1,4 @@
-"""Stopping a job that was told to end: one last save at a step that all ranks share, and out."""
+"""Stopping a job that was asked to end: one last save at a step that all ranks share, and out."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ def remember(attempt: SaveAttempt) -> None:
 def sweep_up(folder: Tier) -> None:
     """Remove what saves have left that came to no end. Before a save, in its own thread.
 
-    Only beside ``folder``, where that save goes: another storage may be the one that has failed.
+    Only next to ``folder``, where that save goes: another storage may be the one that has failed.
     """
     root = _root_of(folder)
     for _ in range(len(_begun)):

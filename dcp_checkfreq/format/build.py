@@ -1,6 +1,6 @@
 """DCP's metadata from stand-ins, every part of it checked: types, sizes, and that they agree.
 
-Whoever holds the result may rely on it: keys are texts, sizes are whole numbers that a file could
+A caller may rely on the result: keys are texts, sizes are whole numbers that a file could
 have, a chunk lies inside of its tensor and has an entry that says where its bytes are, files are
 plain names. Shared parts of a pickle are visited once per mention, so each walk is paid for in
 advance (`_Budget`): a list of a million elements that is mentioned a million times is refused.

@@ -1,7 +1,7 @@
 """Every name that this package gives to something on storage: how it is built and how it is read.
 
 Pure. The names are part of the format: `parse_*` of a foreign name is None, never an error, so
-that a folder may hold whatever else people keep beside their checkpoints.
+that a folder may hold whatever else people keep next to their checkpoints.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from dcp_checkfreq.format.opcodes import OddPickle
 
 
 class NotPlain(OddPickle):
-    """It may be right, but cannot be told from what would harm."""
+    """It may be right, but cannot be distinguished from what would harm."""
 
 
 _NAME = re.compile(r"[<>=|]?([biufcmMOSUV?])([0-9]{0,9})", re.ASCII)

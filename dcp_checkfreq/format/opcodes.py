@@ -1,6 +1,6 @@
 """A pickle's opcodes, looked at before any of them is run: what is left cannot hash or call. Pure.
 
-Python's unpickler does as it is told: a few bytes make it hash a tuple with 2**45 parts, take
+Python's unpickler obeys the file: a few bytes make it hash a tuple with 2**45 parts, take
 gigabytes for a memo, or recurse until the process dies. So its input is rewritten first. Opcodes
 that DCP's pickles never hold are refused, and those that fill dicts become those that fill lists::
 

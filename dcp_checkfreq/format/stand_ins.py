@@ -122,7 +122,7 @@ _FORMATS = {kind.value: kind for kind in MemoryFormat}
 
 
 def _dims(dims: Any) -> Any:
-    """Stand in for `torch.Size`: whoever uses it asks for a tuple of numbers anyway."""
+    """Stand in for `torch.Size`: its users need a tuple of numbers only."""
     return dims
 
 

@@ -1,4 +1,4 @@
-"""What a job learned about its saves, kept beside its checkpoints for the next start."""
+"""What a job learned about its saves, kept next to its checkpoints for the next start."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Rank 0 decides, all ranks hear the same. The only place that uses collectives.
 
-No rank leaves a call of `Ranks` by an error of its own: what a rank runs into is told to the
+No rank leaves a call of `Ranks` by an error of its own: what a rank runs into is passed to the
 others in the meeting that they are on their way to, and all raise it. Every meeting is the same two
 collectives (all ranks tell rank 0, rank 0 tells all), so that a rank that has failed meets the
 others wherever they are.
@@ -63,7 +63,7 @@ _made = itertools.count()  # of this process; the ranks make theirs in the same 
 class Ranks:
     """A gloo group of its own, used by nothing else, or a job of one process.
 
-    Collectives of one group must come in the same order on all ranks: whoever uses `group` in a
+    Collectives of one group must come in the same order on all ranks: one that uses `group` in a
     background thread must be done before the next call here.
 
     Args:
@@ -87,7 +87,7 @@ class Ranks:
         self.rank, self.world_size = 0, 1
         if group is not None:
             self.rank, self.world_size = dist.get_rank(), dist.get_world_size()
-        # A clock that is none is refused by whoever was given it, on all ranks together.
+        # A clock that is none is refused where it was given, on all ranks together.
         is_clock = clock is not None and hasattr(clock, "monotonic_s")
         self.watchdog = Watchdog(self.rank, clock if clock and is_clock else SystemClock())
         self.is_alone = group is None

@@ -1,7 +1,7 @@
 """Waiting for a storage that may never come back: as long as something moves, and no longer.
 
 Nothing in Python ends a system call that hangs. So it is made in a thread that nobody has to wait
-for, neither now nor when the process ends, and whoever needs its result gives up after a while.
+for, neither now nor when the process ends, and a caller gives up after a while.
 """
 
 from __future__ import annotations

@@ -217,7 +217,7 @@ class PreemptionWatch:
             _log.warning("stopping at step %d; the last one here was %d", self.stop_at, passed)
 
     def _wait_for_deadline(self, counted: int) -> None:
-        """Log further signals; end the process if nobody stops it although it was told to."""
+        """Log further signals; end the process if nobody stops it although it was asked to."""
         assert self._deadline_s is not None
         while not self._closing.wait(self._poll_s):
             if self._signals.look() > counted:
@@ -238,7 +238,7 @@ class PreemptionWatch:
 class _Others:
     """What the other ranks say, through the store.
 
-    Every rank writes which step passed last, rank 0 writes the decision. Whoever waits too long
+    Every rank writes which step passed last, rank 0 writes the decision. A rank that waits too long
     writes that there is none. The first decision counts: all ranks read the same one.
     """
 

@@ -142,7 +142,7 @@ class _Registry:
                     os.close(end)
 
     def give_up(self, signum: int) -> Any:
-        """Let the next such signal do what it did before, whoever listens; return its handler."""
+        """Let the next such signal do what it did before, listeners or not; return its handler."""
         self._given_up |= {signum}
         return self._old.get(signum)
 

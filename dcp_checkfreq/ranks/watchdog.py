@@ -1,8 +1,8 @@
-"""Work that does not return is told: once a minute, with rank, phase and place.
+"""Work that does not return is logged: once a minute, with rank, phase and place.
 
-Whoever saves or restores says what it begins and when it is through (`Watchdog.doing`). A thread
+A save or restore says what it begins and when it is done (`Watchdog.doing`). A thread
 looks now and then whether something has been going on for long. Nothing is ended by it; but it
-knows whether calls to the storage come back, and so whoever waits for them can give up.
+knows whether calls to the storage come back, and so a thread that waits for them can give up.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Watchdog:
         note: called with what this rank has been at for long, for the other ranks to read; with
             an empty text when that is over.
         others: returns what other ranks have noted.
-        after_s: so long is long; told again after as long.
+        after_s: so long is long; logged again after as long.
 
     Attributes:
         limit_s: a storage from which nothing comes back for so long is given up; see `stuck`.
@@ -138,7 +138,7 @@ class Watchdog:
             self._thread.start()
         except RuntimeError as error:
             self._thread = None
-            _log.warning("work that does not return will not be told: %s", error)
+            _log.warning("work that does not return will not be logged: %s", error)
 
     def close(self) -> None:
         """End the thread. May be called twice, and from any thread."""

@@ -1,4 +1,4 @@
-"""What a run goes on from: looks at a root, applies the rules of `plan`, changes nothing."""
+"""What a run resumes from: looks at a root, applies the rules of `plan`, changes nothing."""
 
 from __future__ import annotations
 

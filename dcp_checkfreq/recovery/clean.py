@@ -80,7 +80,7 @@ def _clean_step(folder: Tier, before_s: float, spared: AbstractSet[str]) -> list
     if not doomed or not _revoke_all(folder, entries, before_s):
         return []
     folder.sync()
-    # Whoever has committed until now is in .metadata; nobody can any more.
+    # What has committed until now is in .metadata; nothing can any more.
     named = named_files(folder)
     if named is None:
         return []

@@ -174,7 +174,7 @@ def begin_history(
 
     Args:
         run_id: of the history.
-        resumed: what it goes on from; None: from nothing.
+        resumed: what it resumes from; None: from nothing.
         records: all that a scan has found.
         others: runs that are at work, or were, and may have saved nothing yet.
     """
@@ -226,7 +226,7 @@ def _remembering(
 
 
 def abandoned_by(resumed: StepRecord | None, records: Sequence[StepRecord]) -> dict[str, int]:
-    """Return the `abandons` of a history that goes on from ``resumed`` (None: from nothing).
+    """Return the `abandons` of a history that resumes from ``resumed`` (None: from nothing).
 
     Every step behind that point, of any run, belongs to a history that is left behind, whole or
     not: what cannot be read today may be read tomorrow. So does all of a run that had itself left
@@ -240,7 +240,7 @@ def abandoned_by(resumed: StepRecord | None, records: Sequence[StepRecord]) -> d
         if record.run_id and resumed is not None and leaves(record, resumed):
             abandons[record.run_id] = 0
     if resumed is not None and resumed.run_id:
-        abandons[resumed.run_id] = first  # and no earlier: nothing leaves what it goes on from
+        abandons[resumed.run_id] = first  # and no earlier: nothing leaves what it resumes from
     return abandons
 
 
@@ -275,7 +275,7 @@ def _whole(records: Sequence[StepRecord]) -> list[StepRecord]:
 
 
 def _coming(history: Lineage, step: int) -> StepRecord:
-    """Return what ``history`` will have saved, beside all that is there."""
+    """Return what ``history`` will have saved, besides all that is there."""
     return replace(record_of(history, step, ""), name="")  # of no folder
 
 

@@ -54,7 +54,7 @@ def make_root_id(root: Tier, wanted: str | None = None) -> str:
     """Return the id of a root, which is made if it has none: ``wanted``, or a new one.
 
     Of two jobs that start in a new root at the same moment both may make one. The last one counts,
-    and the other job is told at its first save that it is not alone.
+    and the other job gets an error at its first save: it is not alone.
 
     Raises:
         OSError: of the storage.

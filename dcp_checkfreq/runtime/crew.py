@@ -2,7 +2,7 @@
 
 While the interpreter shuts down new threads are refused (since Python 3.12), and executors refuse
 work; a machine that is full refuses threads at any time. A save that is under way then must come to
-its end. So what no thread will do is done by whoever waits for it.
+its end. So what no thread will do is done by the thread that waits for it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Cancelled(Exception):
 
 
 class Task(Generic[T]):
-    """Work that is done once, by whoever comes first. Thread-safe.
+    """Work that is done once, by the first thread that comes. Thread-safe.
 
     Attributes:
         is_nobodys: no thread will do it: `problem` and `result` do.
@@ -36,7 +36,7 @@ class Task(Generic[T]):
 
     def __init__(self, work: Callable[[], T]) -> None:
         self._work: Callable[[], T] | None = work
-        self._begun = threading.Lock()  # taken by whoever does it, for good
+        self._begun = threading.Lock()  # taken by the thread that does it, for good
         self._done = threading.Event()
         self._error: BaseException | None = None
         self._value: T
@@ -97,8 +97,8 @@ class Crew:
     """A few threads that do tasks in the order in which they were started, or fewer, or none.
 
     The threads are started as they are needed, and end with `close`, or when the crew is dropped.
-    They are daemons: they never keep the process from ending, whoever waits for a task does. In a
-    forked child it is a new crew. Thread-safe.
+    They are daemons: they never keep the process from ending, only a thread that waits for a task
+    does. In a forked child it is a new crew. Thread-safe.
 
     Args:
         most: threads.

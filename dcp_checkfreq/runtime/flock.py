@@ -14,7 +14,7 @@ _LONGEST_PAUSE_S = 0.02
 
 
 class HeldFile:
-    """An open file and the lock that this process has on it. Close it to let go.
+    """An open file and the lock that this process has on it. Close it to release the lock.
 
     A lock belongs to the open file, which a forked child inherits: without care, a child would
     keep the locks of its parent alive after the parent's death. Children close these files.
@@ -32,7 +32,7 @@ class HeldFile:
             _held.add(self)
 
     def try_lock(self, *, shared: bool) -> bool:
-        """Lock it, or change the lock that is there; False if another open file is in the way."""
+        """Lock it, or change the lock that is there; False if another open file holds it."""
         try:
             fcntl.flock(self.fd, (fcntl.LOCK_SH if shared else fcntl.LOCK_EX) | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -70,7 +70,7 @@ class HeldFile:
         return self.fd < 0
 
     def close(self) -> None:
-        """Close it, and let go of the lock. Nothing happens the second time or in a child."""
+        """Close it, and release the lock. Nothing happens the second time or in a child."""
         with _forking:
             if self in _held:
                 _held.remove(self)

@@ -58,7 +58,7 @@ def try_to(work: Callable[[], object]) -> None:
     """Do what must stop nothing: what it raises goes to stderr."""
     try:
         work()
-    except BaseException:  # noqa: BLE001  it is told, in the one way that is left
+    except BaseException:  # noqa: BLE001  it is reported, in the one way that is left
         with contextlib.suppress(Exception):  # stderr may be closed
             traceback.print_exc()
 

@@ -157,7 +157,7 @@ def _at_exit() -> None:
             continue
         try:
             close(owner)
-        except BaseException as error:  # noqa: BLE001  told below
+        except BaseException as error:  # noqa: BLE001  logged below
             problems.append(error)
     for one in begun:
         problem = _wait_for(one) or one.problem()
@@ -172,7 +172,7 @@ def _wait_for(one: Unfinished) -> Exception | None:
     """Wait for the end of one; return why there is none."""
     try:
         one.wait_at_exit()
-    except Exception as error:  # noqa: BLE001  told at the end
+    except Exception as error:  # noqa: BLE001  reported at the end
         return error
     except BaseException as error:  # noqa: BLE001  the user's Ctrl-C
         _end([error])

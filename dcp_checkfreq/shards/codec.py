@@ -202,7 +202,7 @@ def finish_gpu_work(values: Iterable[object]) -> None:
 def pieces(items: list[Item], placement: Placement) -> Iterator[memoryview]:
     """Yield the content of one shard file in order, filling in ``item.digests`` on the way.
 
-    A block is digested right before it is yielded, so that whoever writes it finds it in cache.
+    A block is digested right before it is yielded, so that the writer finds it in cache.
     A tensor that is not plain CPU memory is copied when its turn comes, and the copy is freed with
     the last piece of it.
     """

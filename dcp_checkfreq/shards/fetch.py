@@ -23,7 +23,7 @@ MAX_GAP_BYTES = 16 << 10
 
 
 class Taker(Protocol):
-    """Whoever wants bytes. Called from several threads, never twice for the same bytes."""
+    """A receiver of bytes. Called from several threads, never twice for the same bytes."""
 
     def take(self, want: Want, data: memoryview) -> None:
         """Take payload bytes ``[want.start, want.stop)``; ``data`` is only lent."""

@@ -101,7 +101,7 @@ def _identity(index: MetadataIndex) -> tuple[object, ...]:
 
 
 def _frozen(value: Any) -> object:
-    """Return the same as tuples: whoever changes a list does not change what was seen of it."""
+    """Return the same as tuples: a later change of a list does not change what was seen of it."""
     return tuple(map(_frozen, value)) if isinstance(value, (list, tuple)) else value
 
 

@@ -147,7 +147,7 @@ _CREW = Crew(_MOST_COPIES, "checkfreq-snapshot")
 class _ThreadCopy:
     """Copies host memory in a background thread; an update has to wait for its end.
 
-    Where no thread can be had, whoever waits for it copies.
+    If no thread can be started, the thread that waits for it copies.
     """
 
     def __init__(self, copies: Sequence[Copy], clock: Clock) -> None:
@@ -199,7 +199,7 @@ def _copy(copies: Sequence[Copy], begins: Sequence[int]) -> None:
 @functools.cache
 def _side_stream(device: torch.device) -> torch.cuda.Stream:
     _log.info(
-        "snapshots of %s are copied beside the training. Changes outside of the optimizer's step "
+        "snapshots of %s are copied during training. Changes outside of the optimizer's step "
         "that torch does not count (.data, DLPack) are not noticed there: make them after "
         "wait_for_snapshot(), or use snapshot='blocking'",
         device,
@@ -273,7 +273,7 @@ class _StreamTimer:
     """The time on a stream between two events."""
 
     def __init__(self) -> None:
-        # Blocking: whoever waits on the host sleeps, rather than spin on a core.
+        # Blocking: a thread that waits on the host sleeps, rather than spin on a core.
         make: Any = functools.partial(torch.cuda.Event, enable_timing=True, blocking=True)
         self.begun: torch.cuda.Event = make()
         self.ended: torch.cuda.Event = make()

@@ -1,8 +1,8 @@
 """Memory for snapshots, on the host or on a GPU, kept for the life of the process.
 
 Reuse is the point: a copy into memory that the process already owns is 4 to 9 times faster than
-one into new pages. One slot by default; whoever comes while it is leased waits until its bytes are
-on storage. Pinned where there is a CUDA device, on huge pages elsewhere.
+one into new pages. One slot by default; a save that comes while it is leased waits until its bytes
+are on storage. Pinned where there is a CUDA device, on huge pages elsewhere.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class BufferPool:
         return 0 if self._memory is None else self._memory.nbytes
 
     def _begin_in_child(self) -> None:
-        """Begin with nothing: the slot, and whoever waits for it, are those of the parent."""
+        """Begin with nothing: the slot, and threads that wait for it, are those of the parent."""
         self._pid = os.getpid()
         self._free = threading.Condition()
         self._lease, self._leased = None, None

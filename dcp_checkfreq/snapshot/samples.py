@@ -37,7 +37,7 @@ class Samples:
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor], begins: Sequence[int]) -> None:
-        # More tensors than samples: every n-th, as whoever changes one mostly changes many.
+        # More tensors than samples: every n-th, as code that changes one mostly changes many.
         every = -(-len(tensors) // _MOST)
         parts = max(1, min(_PER_TENSOR, _MOST // max(1, len(tensors))))
         self._numbers: list[int] = []  # of the tensor, for each sample

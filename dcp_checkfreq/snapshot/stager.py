@@ -102,7 +102,7 @@ class Snapshot:
         def wait() -> None:
             try:
                 self.wait()
-            except BaseException as error:  # noqa: BLE001  whoever asks the future gets it
+            except BaseException as error:  # noqa: BLE001  the future raises it
                 future.set_exception(error)
             else:
                 future.set_result(self.state)
@@ -121,7 +121,7 @@ class Snapshot:
 
     @property
     def copy_s(self) -> float:
-        """How long copying took, at once and beside training; call it after `wait`."""
+        """How long copying took, at once and during training; call it after `wait`."""
         return self._at_once_s + max((copying.seconds_s for copying in self._pending), default=0.0)
 
 
@@ -243,7 +243,7 @@ class Stager:
             leases.pending.append(copying)
         leases.at_once_s = self._clock.monotonic_s() - begun_s
         staged = _Staged(_rebuilt(survey.tree, kept.tensors, survey.values))
-        # Last: a thread that copies would be in the way of all of the above.
+        # Last: a thread that copies would slow down all of the above.
         for copying in start_overlapped(_copies(plan.overlapped, survey, kept), self._clock):
             leases.pending.append(copying)
         return staged
@@ -275,7 +275,7 @@ class Stager:
 def gpu_copy_s(survey: Survey, guarded: AbstractSet[Address]) -> float | None:
     """Return how long copying what is guarded into free GPU memory takes (Tg).
 
-    None without a GPU, or if it does not fit beside what is there. The memory is kept in the pool.
+    None without a GPU, or if it does not fit into what is free. The memory is kept in the pool.
     """
     plan = CopyPlan(survey.inventory, Asked(None, guarded, on_gpu=True))
     seconds_s = 0.0

@@ -112,7 +112,7 @@ class StagingArea:
         while True:
             held = HeldFile(path, os.O_RDWR | os.O_CREAT)
             try:
-                # Whoever only looks whether it is held has it for a moment.
+                # A process that only looks whether it is held has it for a moment.
                 held.lock_within(_LOCK_WITHIN_S, self._clock, shared=False)
                 if held.is_at(path):  # nobody has removed it meanwhile
                     self._claimed[attempt] = held

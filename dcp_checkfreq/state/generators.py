@@ -177,7 +177,7 @@ def is_generator(value: object) -> bool:
 def adopted(loaded: Any, live: Any) -> Any:
     """Return a loaded value with the generators of the live one, in the state that was loaded.
 
-    They are looked for at the same place: whoever else holds them, such as a loader, goes on
+    They are looked for at the same place: others that hold them, such as a loader, continue
     with what was saved.
     """
     if is_generator(loaded):

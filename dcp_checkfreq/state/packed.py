@@ -1,4 +1,4 @@
-"""Values as DCP keeps them best: one byte item that is as it was, with large tensors beside it.
+"""Values as DCP keeps them best: one byte item that is as it was, with large tensors next to it.
 
 DCP takes dicts and lists apart, turns all keys into text and forgets tuples. What is in a tuple is
 left alone, and so a packed value keeps key types, tuples and counters.

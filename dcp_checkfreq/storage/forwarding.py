@@ -1,4 +1,4 @@
-"""A tier that hands every call on, with one place to step in."""
+"""A tier that passes every call on, with one place to step in."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ from typing import Protocol, runtime_checkable
 class StaleCredentials(PermissionError):
     """The credentials ran out in the middle of a write, which left nothing.
 
-    New ones will be asked for at the next call: whoever still has the content should try again.
+    New ones will be asked for at the next call: a caller that has the content should try again.
     """
 
 

@@ -1,4 +1,4 @@
-"""Public test tools for whoever writes a tier, or tests a training script.
+"""Public test tools for authors of tiers, and for tests of training scripts.
 
 `memory_tier` keeps files in memory, `crash_tier` loses power, `faulty_tier` fails or waits on
 demand, `forwarding_tier` hands every call on. `clock` is set by hand, `disk_calls` stops before

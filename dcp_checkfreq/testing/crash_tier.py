@@ -173,7 +173,7 @@ class CrashTier:
     def make(self) -> None:
         """Make each missing folder on the way and sync its parent: two steps for each.
 
-        The parent of a folder that is there already is synced too, as whoever made it may not
+        The parent of a folder that is there already is synced too, as the rank that made it may not
         have come to that yet.
         """
         with self._disk.lock:

@@ -14,7 +14,7 @@ class CachedFile:
 
     name: str
     size_bytes: int
-    last_use_ns: int  # since the epoch, by the clock of whoever used it
+    last_use_ns: int  # since the epoch, by the clock of the process that used it
 
 
 def charge_bytes(size_bytes: int) -> int:

@@ -262,7 +262,7 @@ class FileCache:
             source.copy_to(partial.fd, size_bytes)
             copy = here.folder.publish(partial, name)
         except BaseException:
-            with suppress(OSError):  # let go of in any case, and then as good as dead
+            with suppress(OSError):  # released in any case, and then as good as dead
                 here.folder.abandon(partial)
             raise
         here.tally.miss(size_bytes)
@@ -283,7 +283,7 @@ def _boot() -> str:
         with open(_BOOT_ID) as file:
             return file.read().strip()
     except OSError:
-        return ""  # not told here: all boots are taken for one
+        return ""  # not known here: all boots are taken for one
 
 
 @contextmanager

@@ -2,7 +2,7 @@
 
     books             the lock that guards all changes below, and the bytes in use
     partial/<name>    being copied; its writer holds it exclusively
-    whole/ab/<name>   served; whoever reads one holds it shared
+    whole/ab/<name>   served; a reader holds it shared
 
 All holds are flocks, so a killed process holds nothing. A partial that nobody holds is dead.
 Sizes are set, files renamed and removed under the lock of the books only; copying is not.
@@ -143,7 +143,7 @@ class CacheFolder:
         if not self._make_room(size_bytes, evicts=self._evicts, partial=partial):
             return False
         if size_bytes:
-            os.posix_fallocate(partial.fd, 0, size_bytes)  # a full disk is told now, not midway
+            os.posix_fallocate(partial.fd, 0, size_bytes)  # a full disk is noticed now, not midway
         return True
 
     def publish(self, partial: HeldFile, name: str) -> HeldFile:
@@ -162,7 +162,7 @@ class CacheFolder:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 os.rename(partial.path, path)
                 partial.path = path
-            # Nobody evicts without the books, but who waited for the partial may be in the way.
+            # Nobody evicts without the books, but one that waited for the partial may hold it.
             partial.lock_within(_BOOKS_WAIT_S, self._clock, shared=True)
         if partial.is_at(path):
             return partial
@@ -173,7 +173,7 @@ class CacheFolder:
         return whole
 
     def abandon(self, partial: HeldFile) -> None:
-        """Remove a claimed partial, and let go of it in any case."""
+        """Remove a claimed partial, and release it in any case."""
         if partial.closed:
             return
         try:

@@ -193,7 +193,7 @@ class ResumableDALILoader(HasPosition):
                 from the same rank of as many, with the same batch size. Without, DALI's own
                 checkpoint in it is left aside.
             on_mismatch: "error" refuses other data in the middle of an epoch, "restart_epoch"
-                starts the epoch anew with a warning; default: as told at construction.
+                starts the epoch anew with a warning; default: as given at construction.
 
         Raises:
             DataStateError: it does not fit. The loader is as it was.

@@ -92,7 +92,7 @@ class DALISource:
         """Return the next batch.
 
         DALI calls it in the order of its batches, ahead of the training. Its number of the batch
-        says nothing: after DALI's own checkpoint is loaded it goes on from the number before.
+        says nothing: after DALI's own checkpoint is loaded it continues after the number before.
         """
         import numpy as np
 

@@ -92,7 +92,7 @@ class TorchLoader(HasPosition):
         Args:
             state: of `state_dict`, from any number of ranks, any batch size and workers.
             on_mismatch: "error" refuses other data in the middle of an epoch, "restart_epoch"
-                starts the epoch anew with a warning; default: as told at construction.
+                starts the epoch anew with a warning; default: as given at construction.
 
         Raises:
             DataStateError: it does not fit. The loader is as it was.

@@ -1,4 +1,4 @@
-"""What makes the batches of a loader, as far as it can be told: compared when a job goes on."""
+"""What makes the batches of a loader, as far as it can be known: compared when a job resumes."""
 
 from __future__ import annotations
 

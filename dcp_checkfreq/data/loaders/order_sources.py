@@ -100,7 +100,7 @@ class Sources:
         """Set all of them for an epoch.
 
         Args:
-            epoch: for those that are told it.
+            epoch: for those that need it.
             key: of this epoch.
             roots: of a saved state, by path, which count instead of those that were found.
             as_before: begin with what the generators were when they were found, as earlier versions

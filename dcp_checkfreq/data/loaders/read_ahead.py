@@ -216,7 +216,7 @@ class _Feed:
 def _read_ahead(
     plan: Iterator[tuple[Step, Share]], new_reader: Callable[[], Reader], batches_ahead: int
 ) -> Iterator[Raw]:
-    """Yield what is read for each share, some batches ahead of whoever asks."""
+    """Yield what is read for each share, some batches ahead of the caller."""
     waiting: deque[Future[Raw]] = deque()
     with (
         closing(new_reader()) as reader,

@@ -237,7 +237,7 @@ class _Lane:
             self._file = None
 
     def is_in(self, epoch: int, order: LaneOrder, shard: int, place: int) -> bool:
-        """Tell whether the window of this place is at hand."""
+        """Tell whether the window of this place has been read."""
         return (epoch, shard) == self._shard and order.window(shard, place) == self._window
 
     def take(self, epoch: int, order: LaneOrder, shard: int, place: int) -> tuple[int, Any]:

@@ -75,7 +75,7 @@ class Cursor:
         self._on_mismatch = on_mismatch
         self.position = Position()
         self.valid = 0
-        # Counts whoever takes over: an iterator made before that is stale.
+        # Counts the iterators that take over: an iterator made before that is stale.
         self.generation = 0
 
     def begin(self) -> int:

@@ -183,7 +183,7 @@ def batch_per_rank(batch_size: int | None, global_batch: int | None, world_size:
         world_size: data-parallel ranks.
 
     Raises:
-        ValueError: both or neither are told, or the ranks cannot have equal shares. With shares
+        ValueError: both or neither are given, or the ranks cannot have equal shares. With shares
             that differ, ranks that average their gradients would weigh samples differently.
     """
     if (batch_size is None) == (global_batch is None):
@@ -192,7 +192,7 @@ def batch_per_rank(batch_size: int | None, global_batch: int | None, world_size:
             f"batch_size={batch_size!r}, global_batch={global_batch!r}"
         )
     if global_batch is None:
-        assert batch_size is not None  # one of the two is told
+        assert batch_size is not None  # one of the two is given
         return batch_size
     if type(global_batch) is not int or global_batch < 1:
         raise ValueError(f"global_batch must be a whole number from 1 on, got {global_batch!r}")
@@ -324,7 +324,7 @@ def read_text(state: dict[str, Any], key: str, what: str) -> str:
 def accept(
     text: object, present: Fingerprint, *, what: str, on_mismatch: OnMismatch = "error"
 ) -> Accepted:
-    """Return the position to go on from with the data at hand.
+    """Return the position to resume from with the present data.
 
     Another number of ranks or of workers is fine. So is another number of samples per step, with a
     warning: it changes the training. Other data is fine between two epochs, with a warning, because
@@ -332,7 +332,7 @@ def accept(
 
     Args:
         text: the saved state.
-        present: of the data at hand.
+        present: of the data that is there now.
         what: named in errors.
         on_mismatch: "restart_epoch" starts the epoch anew, with a warning, where other data would
             be an error in the middle of an epoch.

@@ -13,7 +13,7 @@ class DataRank:
 
     rank: int
     world_size: int
-    assumed: bool = False  # neither told, nor was there a process group to ask
+    assumed: bool = False  # neither given, nor was there a process group to ask
 
     def check(self, what: str) -> None:
         """Raise RuntimeError if a process group has come up since, and this rank is not alone.
@@ -32,13 +32,13 @@ class DataRank:
 
 
 def resolve(rank: int | None, world_size: int | None) -> DataRank:
-    """Return the place that is told, or that of this process in the default group.
+    """Return the place that is given, or that of this process in the default group.
 
     With tensor, pipeline or context parallelism the default group is not the data-parallel one:
     tell the rank and size of that dimension of the mesh.
 
     Raises:
-        ValueError: only one of the two is told.
+        ValueError: only one of the two is given.
     """
     if rank is not None and world_size is not None:
         return DataRank(rank, world_size)

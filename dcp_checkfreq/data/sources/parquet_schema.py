@@ -39,7 +39,7 @@ def _differences(first: pa.Schema, other: pa.Schema, columns: Sequence[str] | No
     wrong = []
     for name in sorted(wanted):
         if name not in first.names and name not in other.names:
-            continue  # of a folder's name, or in none: told elsewhere
+            continue  # of a folder's name, or in none: reported elsewhere
         if name not in other.names:
             wrong.append(f"{name!r} is missing")
         elif name not in first.names:

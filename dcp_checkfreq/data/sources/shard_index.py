@@ -42,7 +42,7 @@ def load(location: str, options: Mapping[str, Any]) -> dict[str, IndexedShard]:
 
 
 def store(location: str, entries: Mapping[str, IndexedShard], options: Mapping[str, Any]) -> None:
-    """Write the index; whoever reads it meanwhile finds the old one or the new one.
+    """Write the index; a process that reads it meanwhile finds the old one or the new one.
 
     If it cannot be written that is a warning: the next start scans again.
     """

@@ -23,7 +23,7 @@ from dcp_checkfreq.data.sources.shard_readers import FunctionReader, Layout, Sha
 
 _log = logging.getLogger(__name__)
 
-# What a shard that is wrong makes its reader raise. Errors of storage are told as they are.
+# What a shard that is wrong makes its reader raise. Errors of storage are raised unchanged.
 _WRONG = (ValueError, EOFError, tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
 _MAX_TOLD = 5
 _SCAN_THREADS = 8  # mostly waiting for storage

@@ -131,7 +131,7 @@ class _Seen:
                     "the files themselves, as tar --dereference --hard-dereference does"
                 )
         notes = [] if is_marked else [
-            f"it ends at byte {end} without the mark of an end: was whoever wrote it stopped, or "
+            f"it ends at byte {end} without the mark of an end: was its writer stopped, or "
             "is it cut short?"
         ]  # fmt: skip
         if len(self._kinds) > 1:

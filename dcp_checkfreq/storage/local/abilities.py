@@ -1,4 +1,4 @@
-"""What a mount can do beside taking files: tried out once per mount and process, and told once.
+"""What a mount can do besides taking files: tried out once per mount and process, logged once.
 
 FUSE mounts of object stores, cloud volumes and some network file systems refuse one or another of
 the calls that a durable, exclusive commit is made of. A refusal is an answer: nothing was done, and
@@ -102,7 +102,7 @@ class Abilities:
         if not self.commits_exclusively:
             lacking.append(
                 "without hard links and exclusive renames two runs that save the same step at the "
-                "same moment are not told apart"
+                "same moment are not distinguished"
             )
         if not self.commits_whole:
             lacking.append(
@@ -124,7 +124,7 @@ _known: dict[int, Abilities] = {}  # by device: a mount does not learn while it 
 def abilities_of(folder: str, *, is_staged: bool = False) -> Abilities:
     """Return what the mount of an existing, writable folder can do; tried out the first time.
 
-    That makes two small files, which are removed again: whoever is killed meanwhile leaves
+    That makes two small files, which are removed again: a process that is killed meanwhile leaves
     temporary commit records (`names.parse_scratch`), which the next cleaning removes. It takes
     about 16 calls, two of them syncs, so call it where writing is done: not in the training thread.
 
@@ -157,7 +157,7 @@ def doubt(folder: str) -> None:
 
 
 def forget() -> None:
-    """Try every mount anew: for tests, and whoever mounts something else in the same place."""
+    """Try every mount anew: for tests, and after something else is mounted in the same place."""
     _known.clear()
 
 

@@ -1,7 +1,7 @@
 """Opens files of a mounted file system for reading: regular ones only, and no more than asked for.
 
-In the place of a file may be a fifo, which blocks whoever opens it, a device, which may do anything
-then, or a sparse file of any size, which costs nobody anything but its reader.
+In the place of a file may be a fifo, which blocks the thread that opens it, a device, which may
+do anything then, or a sparse file of any size, which costs nobody anything but its reader.
 """
 
 from __future__ import annotations

@@ -95,8 +95,8 @@ class LocalTier:
                     raise
             _sync_folder(os.path.dirname(folder))
         if not missing:
-            # Whoever made it may have died, or not come yet, to syncing its name; another rank's
-            # files are no safer than ours.
+            # The process that made it may have died, or not have synced its name yet; another
+            # rank's files are no safer than ours.
             _sync_folder(os.path.dirname(self._path))
 
     def disk(self) -> int:

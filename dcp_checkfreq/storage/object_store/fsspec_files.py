@@ -330,7 +330,7 @@ class FsspecFiles:
             if not known.create:
                 _log.warning(
                     "%s://%s has no conditional writes: two runs that save the same step at the "
-                    "same moment are not told apart there",
+                    "same moment are not distinguished there",
                     self.protocol,
                     bucket,
                 )

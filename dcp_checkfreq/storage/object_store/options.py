@@ -1,4 +1,4 @@
-"""Options of a file system, told apart: what may be shown and pickled, and what is secret.
+"""Options of a file system, kept apart: what may be shown and pickled, and what is secret.
 
 What is not known to be harmless counts as a secret. Secrets stay in the memory of this process
 (and of children that were forked from it): a pickle carries only the name under which they are
