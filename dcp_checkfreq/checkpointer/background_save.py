@@ -91,7 +91,7 @@ def write_and_publish(
     where = job.writer.checkpoint_id
     try:
         if job.snapshot is not None:
-            # Before anything else: this thread's Python would be in the way of the loop's.
+            # Before anything else: this thread's Python would hold up the loop's.
             job.snapshot.wait()
             measured.copy_s = job.snapshot.copy_s
         if ranks.rank == 0:

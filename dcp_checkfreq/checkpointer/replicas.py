@@ -47,7 +47,7 @@ def _named(error: ReplicasDiffer, ranks: Ranks, planner: CheckFreqSavePlanner) -
         raise ReplicasDiffer(error.where, error.keys, error.ranks, [*found, *rest])
 
     def unnamed(why: str) -> ReplicasDiffer:
-        _log.warning("%s: what in these values differs cannot be told: %s", error.where, why)
+        _log.warning("%s: what differs in these values is not known: %s", error.where, why)
         return ReplicasDiffer(error.where, error.keys, error.ranks)
 
     try:

@@ -1,4 +1,4 @@
-"""What a run goes on from, and how it gets into the live state."""
+"""What a run resumes from, and how it gets into the live state."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def meet(
         try:
             return _Said(told, job.facts and job.facts(), knows=True)
         except Exception as failed:  # noqa: BLE001  all ranks hear of it
-            report(_log.exception, "step %d: what it cost cannot be told", job.step)
+            report(_log.exception, "step %d: what it cost is not known", job.step)
             own_errors.append(failed)
             doing = "telling what a save cost"
             return _Said(told or tell(failed, ranks.rank, doing), None, knows=False)

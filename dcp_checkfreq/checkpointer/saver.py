@@ -417,7 +417,7 @@ class Saver:
     # --- in the background ---
 
     def _run(self, job: BackgroundWork, work: Callable[[], None]) -> None:
-        with quick_switching():  # the training loop runs beside all of this
+        with quick_switching():  # the training loop runs during all of this
             self._work_and_meet(job, work)
 
     def _work_and_meet(self, job: BackgroundWork, work: Callable[[], None]) -> None:

@@ -37,7 +37,7 @@ class CheckFreqLoadPlanner(DefaultLoadPlanner):
     """DCP's default load plans; byte items are unpickled without running code of theirs.
 
     Values that were saved under integer keys go back to those keys; stock planners leave them
-    as they were and add text keys beside them.
+    as they were and add text keys next to them.
 
     Args:
         allow_partial_load: leave keys that the checkpoint lacks as they are.

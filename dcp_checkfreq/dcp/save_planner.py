@@ -53,7 +53,7 @@ _MOST_NAMED_RANKS = 8  # that hold different values of one key; each tells what 
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What a rank tells the coordinator beside its plan."""
+    """What a rank tells the coordinator besides its plan."""
 
     mappings: Any  # DCP's: flat key to path
     token: str | None  # of the kept plan that this rank would use; None: its plan is attached
@@ -95,7 +95,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
     Not thread-safe: one save at a time.
 
     Args:
-        allow_pickle: whether whoever loads will allow pickles. If not, a value that would need
+        allow_pickle: whether the reader will allow pickles. If not, a value that would need
             one is refused when it is saved, rather than when it is needed.
         clock: for what planning takes.
     """

@@ -76,11 +76,11 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
     Args:
         path: folder of the checkpoint: a path, URL or `Tier`; made if missing. URLs are those of
             fsspec: ``s3://``, ``gs://``, ``file://`` and others.
-        overwrite: replace a whole checkpoint that is there. New files are written beside the old
+        overwrite: replace a whole checkpoint that is there. New files are written next to the old
             ones, ``.metadata`` is replaced atomically, then the old files are removed.
         threads: files this rank writes at once.
         direct_io: None: past the page cache where the file system can; False: never.
-        allow_pickle: save values whose unpickling runs code; whoever loads has to allow it, too.
+        allow_pickle: save values whose unpickling runs code; the reader has to allow it, too.
             Without it they are refused when they are saved.
         overlap: optimizers whose `step` alone changes their parameters and state.
         staging_dir: folder on a local disk of each node. Shards are written there first, which
@@ -221,7 +221,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         """
         save = self.rank_save
         try:
-            with quick_switching():  # a training loop may run beside it
+            with quick_switching():  # a training loop may run meanwhile
                 mine = self._written(plan, planner)
                 current = self.in_flight.current
                 save.upload_now(_nobody if current is None else current.moved)

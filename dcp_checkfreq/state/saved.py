@@ -133,7 +133,7 @@ class Lookup:
         return found
 
     def unclaimed(self) -> list[Leaf]:
-        """Return what was saved beside all that was found, where something was looked for."""
+        """Return what was saved besides all that was found, where something was looked for."""
         left: dict[str, Leaf] = {}
         for part, prefix in self._consulted:
             for name, leaves in self._names(part).items():

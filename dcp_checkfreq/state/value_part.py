@@ -75,7 +75,7 @@ class ValuePart:
         return isinstance(part, PerRank) and type(part) is not PerRank
 
     def capture(self) -> dict[str, Any]:
-        """Return the packed state, without what belongs to this rank beside it."""
+        """Return the packed state, without what belongs to this rank only."""
         return self.capture_by_key()[self.key]
 
     def capture_by_key(self) -> dict[str, dict[str, Any]]:
@@ -142,7 +142,7 @@ class ValuePart:
 
 
 def _whole(pieces: list[Any]) -> Any:
-    """Return one state: what all ranks have in common, and what this rank has beside it."""
+    """Return one state: what all ranks have in common, and what this rank has besides."""
     whole = pieces[0]
     for piece in pieces[1:]:
         if isinstance(whole, dict) and isinstance(piece, dict):

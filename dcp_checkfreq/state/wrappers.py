@@ -1,7 +1,7 @@
 """Wrapper subclasses (``__tensor_flatten__``) as their inner tensors, and back.
 
 Such a tensor has no bytes of its own: quantised weights are codes and scales. Each inner tensor is
-saved under a key of its own, which any DCP reads as a plain tensor. A record beside them says what
+saved under a key of its own, which any DCP reads as a plain tensor. A record next to them says what
 they were. No class is looked up by what a checkpoint says, unless the program has said that it is
 safe (`torch.serialization.add_safe_globals`), or a live tensor is of it.
 """
@@ -73,7 +73,7 @@ def stored(value: Any, key: str = "") -> Any:
     """Return what DCP shall see of a tensor: itself, its boxes, or inner tensors in a dict.
 
     Raises:
-        UnsupportedState: it cannot be told where inner tensors of a shard belong.
+        UnsupportedState: it is not known where inner tensors of a shard belong.
     """
     if type(value) in PLAIN or not isinstance(value, torch.Tensor):
         return value
@@ -82,7 +82,7 @@ def stored(value: Any, key: str = "") -> Any:
     if isinstance(value, DTensor):
         local = _shard_of(value)
         if any(placement.is_partial() for placement in value.placements):
-            return value  # refused by whoever looks at it
+            return value  # refused where it is looked at
         if is_wrapper(local):
             return _taken_apart(local, key, layout_of(value), _cuts(value), tuple(value.shape))
         if is_odd(value):
@@ -399,12 +399,12 @@ def _reshaped(context: Any, was: tuple[int, ...], now: tuple[int, ...]) -> Any:
 HOW_TO_KNOW = (
     "Say that its class may be made of what is in a checkpoint: "
     "`torch.serialization.add_safe_globals([its class])`, before it is saved and before it is "
-    "restored; what its __tensor_flatten__ returns beside the names must be plain values"
+    "restored; what its __tensor_flatten__ returns besides the names must be plain values"
 )
 
 
 def torch_safe() -> list[Any]:
-    """Return what the program has told torch to be safe."""
+    """Return what the program has declared to torch to be safe."""
     return list(torch.serialization.get_safe_globals())
 
 

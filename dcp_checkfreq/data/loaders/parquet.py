@@ -222,9 +222,9 @@ class ResumableParquetLoader(ReadingLoader):
             ``transform`` it gets the rows as a `pyarrow.Table`; default: `as_tensors`.
         num_workers: processes for ``transform`` and ``collate_fn``. Files are read in the training
             process, once.
-        batches_ahead: read before they are asked for, beside what workers hold.
+        batches_ahead: read before they are asked for, besides what workers hold.
         augment_rng: what is seeded before ``transform`` and ``collate_fn``; see `ResumableLoader`.
-        dataset_id: what the data is, in your words, beside `ParquetSource.fingerprint`.
+        dataset_id: what the data is, in your words, besides `ParquetSource.fingerprint`.
         on_mismatch: what `load_state_dict` does by default if the data is another.
         dataloader_kwargs: pin_memory, prefetch_factor, timeout, worker_init_fn,
             multiprocessing_context: go to `DataLoader`.

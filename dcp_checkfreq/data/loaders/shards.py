@@ -66,9 +66,9 @@ class ResumableStreamLoader(ReadingLoader):
         collate_fn: samples to batch; default: `default_collate`.
         num_workers: processes that decode, transform and collate. Files are read in the training
             process, once.
-        batches_ahead: read before they are asked for, beside what workers hold.
+        batches_ahead: read before they are asked for, besides what workers hold.
         augment_rng: what is seeded before ``transform`` and ``collate_fn``; see `ResumableLoader`.
-        dataset_id: what the data is, in your words, beside `ShardSource.fingerprint`.
+        dataset_id: what the data is, in your words, besides `ShardSource.fingerprint`.
         on_mismatch: what `load_state_dict` does by default if the data is another.
         dataloader_kwargs: pin_memory, prefetch_factor, timeout, worker_init_fn,
             multiprocessing_context: go to `DataLoader`.

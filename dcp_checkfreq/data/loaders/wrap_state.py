@@ -28,8 +28,8 @@ class Saved:
         world_size: data-parallel ranks.
         dataset: what the user says the data is.
         made: what made the batches.
-        roots: what each generator was seeded with, by path; None if it is not told.
-        trail: digests of the batches, as `Trail.text` has them; None if they are not told.
+        roots: what each generator was seeded with, by path; None if it is not known.
+        trail: digests of the batches, as `Trail.text` has them; None if they are not known.
         has_rank: what only this rank can tell is in it, or there was only one.
         as_before: the epoch was begun by a version that set no generators but the process's own.
     """
