@@ -48,7 +48,7 @@ PURE = {
     "policy/costs",
     "policy/interval",
     "policy/save_cost",
-    "policy/save_timings",
+    "policy/required_interval",
     "policy/stored_profile",
     "recovery/retention",
     "policy/observation",

@@ -35,13 +35,13 @@ from dcp_checkfreq.policy.save_record import (
     told,
 )
 from dcp_checkfreq.policy.save_schedule import (
+    Facts,
     FixedSchedule,
     SaveSchedule,
+    facts_of,
     mode_of,
-    timings_of,
     tuned_schedule,
 )
-from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.policy.step_timer import StepTimer
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.step_gate import Gate, next_step
@@ -447,8 +447,8 @@ class Checkpointer:
         gpu_bytes = self._state.gpu_memory_bytes() if profile else (0, 0)
         times = self._times  # what is in flight does not keep this object alive
 
-        def facts() -> SaveTimings:
-            return timings_of(times.resolve(laps), measured, gpu_bytes, is_first=is_first)
+        def facts() -> Facts:
+            return facts_of(times.resolve(laps), measured, gpu_bytes, is_first=is_first)
 
         self._saver.begin(
             step,

@@ -12,21 +12,16 @@ from dataclasses import dataclass
 
 # CheckFreq, section 4, "Checkpointing policy": 1 % of the epoch or 50 iterations, the fewer.
 PROFILE_STEPS = 50
+PROFILE_SHARE = 100  # one in a hundred
 # The first few iterations of a job warm up allocator, kernels and data workers. A median of ten
 # is still right when four of them are far too slow; of fewer it soon is not.
 FEWEST_PROFILE_STEPS = 10
-
-FEW = 3  # saves: two of the last three must agree before the interval grows
-SOME = 5  # saves: the last five must be done within an interval before it shrinks to that
-KEPT = 16  # saves whose cost is averaged while nothing changes; long ones among them may come again
-SURE = 2.0  # standard errors of a cost that are not acted on: one time in twenty by chance
-CHANGED = 4.0  # standard errors at which a cost or the pace of the job is another one
-CLEARLY = 1.25  # the interval shrinks when even costs this much higher would need less
 
 MAD_TO_SIGMA = 1.4826  # for normally spread samples
 MEDIAN_ERROR = 1.2533  # the standard error of their median is 1.2533 sigma / sqrt(n)
 # The median deviation of few samples is too small on average by this (Croux, Rousseeuw 1992).
 _MAD_OF_FEW = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.129, 9: 1.107}
+_OUTLIER_SIGMAS = 3.0
 
 
 def profile_steps(steps_per_epoch: int | None) -> int:
@@ -37,7 +32,7 @@ def profile_steps(steps_per_epoch: int | None) -> int:
     """
     if steps_per_epoch is None or steps_per_epoch <= 0:
         return PROFILE_STEPS
-    share = max(FEWEST_PROFILE_STEPS, steps_per_epoch // 100)
+    share = max(FEWEST_PROFILE_STEPS, steps_per_epoch // PROFILE_SHARE)
     return min(PROFILE_STEPS, share, steps_per_epoch)
 
 
@@ -52,15 +47,27 @@ def spread_s(samples: Iterable[float]) -> float:
     A few wild samples hardly change it. 0.0 for fewer than two usable samples.
     """
     kept = usable(samples)
-    middle = typical_s(kept)
+    if len(kept) < 2:
+        return 0.0
+    middle = statistics.median(kept)
     few = _MAD_OF_FEW.get(len(kept), 1.0)
-    return few * MAD_TO_SIGMA * typical_s(abs(sample - middle) for sample in kept)
+    return few * MAD_TO_SIGMA * statistics.median(abs(s - middle) for s in kept)
 
 
 def typical_s(samples: Iterable[float]) -> float:
-    """Return a typical duration in seconds: the median of the usable samples; 0.0 without any."""
+    """Return a typical duration in seconds: the median after outliers are dropped.
+
+    NaN, infinite and negative samples are no durations and do not count; zero does. An outlier
+    is more than three standard deviations from the median, the deviation being estimated from the
+    median of all distances to it. The result lies between the least and the greatest usable
+    sample. 0.0 if there is none.
+    """
     kept = usable(samples)
-    return statistics.median(kept) if kept else 0.0
+    if not kept:
+        return 0.0
+    middle = statistics.median(kept)
+    limit = _OUTLIER_SIGMAS * spread_s(kept)
+    return statistics.median([s for s in kept if abs(s - middle) <= limit] or [middle])
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

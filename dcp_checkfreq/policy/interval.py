@@ -102,12 +102,9 @@ def shortest_interval_steps(costs: Costs, mode: Mode, max_overhead: float) -> in
     Raises:
         ValueError: ``max_overhead`` is outside (0, 1], or mode GPU without ``snapshot_gpu_s``.
     """
-    return interval_steps(costs, mode, max_overhead)
-
-
-def left_s_of(costs: Costs, mode: Mode) -> float:
-    """Return what of a save is left when the loop goes on, until it is published, in seconds."""
-    return max(0.0, finish_s(costs, mode) + _duration(costs.call_s) - stall_s(costs, mode))
+    stall = stall_s(costs, mode)
+    left = finish_s(costs, mode) + _duration(costs.call_s) - stall
+    return steps_for(left, stall, costs.iteration_s, max_overhead)
 
 
 def finish_s(costs: Costs, mode: Mode) -> float:
@@ -144,32 +141,22 @@ def least_waste_interval_steps(cost_per_save_s: float, iteration_s: float, mtbf_
     return low if waste(low) <= waste(low + 1) else low + 1
 
 
-def needed_steps(
-    cost_s: float, left_s: float, iteration_s: float, max_overhead: float, mtbf_s: float | None
+def interval_steps(
+    costs: Costs, mode: Mode, max_overhead: float, mtbf_s: float | None = None
 ) -> int:
     """Return the shortest interval that the budget allows, or the one of least waste if longer.
 
     Without ``mtbf_s`` (mean time between failures of the whole job, in seconds) it is the former.
 
     Raises:
-        ValueError: see `steps_for` and `least_waste_interval_steps`.
+        ValueError: see `shortest_interval_steps` and `least_waste_interval_steps`.
     """
-    shortest = steps_for(left_s, cost_s, iteration_s, max_overhead)
+    shortest = shortest_interval_steps(costs, mode, max_overhead)
     if mtbf_s is None:
         return shortest
-    return max(shortest, least_waste_interval_steps(cost_s, iteration_s, mtbf_s))
-
-
-def interval_steps(
-    costs: Costs, mode: Mode, max_overhead: float, mtbf_s: float | None = None
-) -> int:
-    """Return the interval that these costs need, see `shortest_interval_steps`, `needed_steps`.
-
-    Raises:
-        ValueError: as they do.
-    """
-    cost_s, left_s = stall_s(costs, mode), left_s_of(costs, mode)
-    return needed_steps(cost_s, left_s, costs.iteration_s, max_overhead, mtbf_s)
+    return max(
+        shortest, least_waste_interval_steps(stall_s(costs, mode), costs.iteration_s, mtbf_s)
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

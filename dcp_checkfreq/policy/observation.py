@@ -1,4 +1,4 @@
-"""What one rank saw in one interval, and what one save cost it. Pure.
+"""From what one rank measured in one interval to what one save cost. Pure.
 
 An interval runs from the end of one save's `after_step` to the end of the next one's. The
 background work of the first save falls into it, and the `after_step` of the second.
@@ -6,10 +6,16 @@ background work of the first save falls into it, and the `after_step` of the sec
 
 from __future__ import annotations
 
+import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from dcp_checkfreq.policy.costs import spread_s, typical_s
+from dcp_checkfreq.policy.interval import Mode
+
+# Ranks whose iterations are shorter than this share of the longest wait for others: what they
+# wait is no cost of saving.
+_SETS_THE_PACE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -62,7 +68,7 @@ class Pace:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Observation:
+class IntervalSeen:
     """Summary of the iterations of one interval. Small, plain, pickles.
 
     Every iteration is in one of three kinds; their times are without the wait for the copy.
@@ -104,14 +110,41 @@ class Observation:
         return (self.unloaded.sum_s + self.copying.sum_s + self.loaded.sum_s) / self.steps
 
 
-def summarise(iterations: Sequence[Iteration]) -> Observation:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveSeen:
+    """One save and the interval that it ended.
+
+    Attributes:
+        interval: from the save before to this one.
+        mode: how the snapshot was copied.
+        copy_s: that copy (Tc or Tg).
+        persist_s: copy taken until published (Ts).
+        copied_bytes: what the copy moved on this rank.
+        state_bytes: size of the state that this rank holds.
+        call_s: what starting it took, apart from copying.
+        is_first: the first save of the process, with cold buffers: it is no measure of later ones.
+        failed: it was not published, so ``persist_s`` says little.
+    """
+
+    interval: IntervalSeen
+    mode: Mode
+    copy_s: float
+    persist_s: float
+    copied_bytes: int
+    state_bytes: int
+    call_s: float = 0.0
+    is_first: bool = False
+    failed: bool = False
+
+
+def summarise(iterations: Sequence[Iteration]) -> IntervalSeen:
     """Return the summary of the iterations of one interval; of none, all zeros."""
 
     def pace(kind: Iterable[Iteration]) -> Pace:
         worked = [iteration.worked_s for iteration in kind]
         return Pace(steps=len(worked), typical_s=typical_s(worked), spread_s=spread_s(worked))
 
-    return Observation(
+    return IntervalSeen(
         elapsed_s=sum(i.seconds + i.blocked_s for i in iterations),
         blocked_s=sum(i.blocked_s for i in iterations),
         queued_s=sum(i.queued_s for i in iterations),
@@ -123,7 +156,7 @@ def summarise(iterations: Sequence[Iteration]) -> Observation:
     )
 
 
-def slow_down_s(seen: Observation, base_s: float) -> float:
+def slow_down_s(seen: IntervalSeen, base_s: float) -> float:
     """Return by how much a save made the iterations beside it slower than ``base_s``.
 
     The excess of the typical iteration, times their number: one slow iteration does not count.
@@ -132,10 +165,47 @@ def slow_down_s(seen: Observation, base_s: float) -> float:
     return seen.copying.excess_s(base_s) + seen.loaded.excess_s(base_s)
 
 
-def cost_per_save_s(seen: Observation, base_s: float) -> float:
+def cost_per_save_s(seen: IntervalSeen, base_s: float) -> float:
     """Return what one save cost the training loop in seconds, at least 0.
 
     That is all time blocked in ``after_step``, all waiting for the copy, and the slow-down
     against ``base_s``, an iteration with no save under way.
     """
     return max(0.0, seen.blocked_s + seen.waited_s + slow_down_s(seen, base_s))
+
+
+def worst_seen(ranks: Sequence[SaveSeen]) -> SaveSeen:
+    """Return what the job saw of a save that all ``ranks`` took part in.
+
+    Copy, persist and bytes are the greatest of all ranks, the start of the save is that of the rank
+    which waited least for the others. The interval is that of one rank, taken
+    whole, because what one rank waits for shows on the others as slow iterations and must not
+    count twice: the rank for which the interval was dearest, among those that set the pace. Where
+    ranks do not wait for each other in every iteration, the fast ones wait at the save, and that is
+    no cost of saving.
+
+    Raises:
+        ValueError: there is no rank.
+    """
+    if not ranks:
+        raise ValueError("no rank has seen anything")
+    slowest_s = max(rank.interval.pace_s for rank in ranks)
+    setting = [rank for rank in ranks if rank.interval.pace_s >= _SETS_THE_PACE * slowest_s]
+    known = [rank.interval.unloaded.typical_s for rank in setting if rank.interval.unloaded.steps]
+    usual_s = statistics.median(known) if known else 0.0
+
+    def dearness(rank: SaveSeen) -> float:
+        own = rank.interval.unloaded
+        return cost_per_save_s(rank.interval, own.typical_s if own.steps else usual_s)
+
+    return replace(
+        max(setting, key=dearness),
+        mode=max((rank.mode for rank in ranks), key=list(Mode).index),
+        copy_s=max(rank.copy_s for rank in ranks),
+        persist_s=max(rank.persist_s for rank in ranks),
+        copied_bytes=max(rank.copied_bytes for rank in ranks),
+        state_bytes=max(rank.state_bytes for rank in ranks),
+        call_s=min(rank.call_s for rank in ranks),
+        is_first=any(rank.is_first for rank in ranks),
+        failed=any(rank.failed for rank in ranks),
+    )

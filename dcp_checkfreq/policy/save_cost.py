@@ -4,17 +4,23 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
-from dcp_checkfreq.policy.baseline import Baseline
-from dcp_checkfreq.policy.costs import CHANGED, CLEARLY, FEW, MEDIAN_ERROR, SOME, SURE, Costs
+from dcp_checkfreq.policy.baseline import Baseline, baseline_error_s
+from dcp_checkfreq.policy.costs import MEDIAN_ERROR, Costs, spread_s
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.observation import slow_down_s
-from dcp_checkfreq.policy.save_timings import SaveTimings
+from dcp_checkfreq.policy.observation import SaveSeen, slow_down_s
 
-USUAL_SPREAD = 0.1  # a save may differ from others by this share, and yet be like them
+KEPT = 16  # saves whose cost is averaged while nothing changes
+_NEWEST = 3  # two of the last three saves show that something has changed
+_CHANGED = 4.0  # standard errors: a cost that differs by more is another cost
+_SAME = 0.05  # a cost that differs by less than this share is the same
+_ENOUGH = 5  # of fewer saves it is not known how much they differ by chance; then a tenth
+_FEW_SPREAD = 0.1
+_HIGH = 1.1  # times the median
+_ROWS = 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,7 +42,7 @@ class SaveCost:
 
     cost_s: float | None
     error_s: float
-    beside_steps: int
+    beside_steps: float
     stall_s: float
     left_s: float
     finish_s: float
@@ -53,75 +59,68 @@ class Estimate:
     error_s: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RequiredInterval:
-    """Intervals that the last saves need, in iterations.
+def judge(baseline: Baseline, seen: SaveSeen) -> SaveCost:
+    """Return what to keep of a save.
 
-    Attributes:
-        lower: at least.
-        expected: by the best estimate.
-        sufficient: like that, but long enough for the longest of the last saves. An interval
-            shrinks only so far.
-        upper: the same with the highest costs that they may have.
-        without_baseline: at least; of what needs none: standing still, and unfinished saves.
-        known: there are enough saves to shrink.
+    If no iteration of its interval was free of saves, the interval may have ended before the save
+    did. Then the slow-down is scaled to the whole save, which is what it would have cost at a
+    longer interval.
     """
-
-    lower: int
-    expected: int
-    sufficient: int
-    upper: int
-    without_baseline: int
-    known: bool
-
-
-def cost_of(baseline: Baseline, timings: SaveTimings) -> SaveCost:
-    """Return what to keep of a save."""
-    seen = timings.interval
-    finish_s = max(0.0, timings.copy_s) + max(0.0, timings.persist_s)
-    copying, beside = seen.copying.steps, seen.copying.steps + seen.loaded.steps
-    one_s = baseline.one_error_s
+    interval = seen.interval
+    base_s = baseline.iteration_s
+    copying, loaded = interval.copying, interval.loaded
+    finish_s = max(0.0, seen.copy_s) + max(0.0, seen.persist_s)
+    beside_s = copying.sum_s + loaded.sum_s + interval.waited_s
+    scale = 1.0
+    if not interval.unloaded.steps and beside_s > 0:
+        scale = max(1.0, finish_s / beside_s)
+    beside = copying.steps + loaded.steps
+    one_s = MEDIAN_ERROR * baseline.noise * base_s  # of one iteration
     overlap_s = 0.0
-    if timings.mode is not Mode.BLOCKING:
-        chance_s = SURE * (one_s * math.sqrt(copying) + baseline.error_s(copying))
-        excess_s = seen.copying.excess_s(baseline.iteration_s)
-        overlap_s = max(0.0, seen.waited_s + excess_s - chance_s)
+    if seen.mode is not Mode.BLOCKING:
+        chance_s = 2 * (
+            one_s * math.sqrt(copying.steps) + baseline_error_s(baseline, copying.steps)
+        )
+        overlap_s = max(0.0, interval.waited_s + copying.excess_s(base_s) - chance_s)
     error_s = one_s * math.sqrt(beside)
-    slower_s = slow_down_s(seen, baseline.iteration_s)
-    if slower_s < -SURE * math.hypot(error_s, baseline.error_s(beside)):
+    slower_s = slow_down_s(interval, base_s)
+    if slower_s < -2 * math.hypot(error_s, baseline_error_s(baseline, beside)):
         slower_s = 0.0  # the baseline is outdated; that must not hide the stall
     return SaveCost(
-        cost_s=max(0.0, seen.stall_s + slower_s),
-        error_s=error_s,
-        beside_steps=beside,
-        stall_s=seen.stall_s,
+        cost_s=max(0.0, interval.stall_s + scale * slower_s),
+        error_s=scale * error_s,
+        beside_steps=scale * beside,
+        stall_s=interval.stall_s,
         # the copy begins after the call, in which the loop stands still already
-        left_s=max(0.0, finish_s + max(0.0, timings.call_s) - seen.stall_s),
+        left_s=max(0.0, finish_s + max(0.0, seen.call_s) - interval.stall_s),
         finish_s=finish_s,
-        persist_s=max(0.0, timings.persist_s),
+        persist_s=max(0.0, seen.persist_s),
         overlap_s=overlap_s,
-        fresh=seen.unloaded.steps > 0,
+        fresh=interval.unloaded.steps > 0,
     )
 
 
-def warmer(costs: Costs, timings: SaveTimings) -> Costs:
+def warmer(costs: Costs, seen: SaveSeen) -> Costs:
     """Return the costs of a profile whose buffers were cold, with what this save did faster.
 
     What it did slower is left out: that may be chance, and a profile is there already.
     """
-    cpu_s, gpu_s, persist_s = costs.snapshot_cpu_s, costs.snapshot_gpu_s, timings.persist_s
-    if timings.mode is Mode.GPU:
-        gpu_s = None if gpu_s is None else _less(gpu_s, timings.copy_s)
+    cpu_s, gpu_s, persist_s = costs.snapshot_cpu_s, costs.snapshot_gpu_s, max(0.0, seen.persist_s)
+    if seen.mode is Mode.GPU:
+        gpu_s = None if gpu_s is None else _less(gpu_s, seen.copy_s)
         # the copy to the host, which is not measured by itself, is part of what was seen
         left_s = _less(cpu_s + costs.persist_s, persist_s)
         cpu_s = min(cpu_s, left_s)
         persist_s = left_s - cpu_s
     else:
-        cpu_s = _less(cpu_s, timings.copy_s)
+        cpu_s = _less(cpu_s, seen.copy_s)
         persist_s = _less(costs.persist_s, persist_s)
-    call_s = _less(costs.call_s, timings.call_s)
     return replace(
-        costs, snapshot_cpu_s=cpu_s, snapshot_gpu_s=gpu_s, persist_s=persist_s, call_s=call_s
+        costs,
+        snapshot_cpu_s=cpu_s,
+        snapshot_gpu_s=gpu_s,
+        persist_s=persist_s,
+        call_s=_less(costs.call_s, seen.call_s),
     )
 
 
@@ -139,9 +138,11 @@ def swings(values: Sequence[float]) -> bool:
 
     One outlier does not make values swing, nor does a busy period, which is one row.
     """
+    if not values:
+        return False
     usual = statistics.median(values)
-    high = [value > (1 + USUAL_SPREAD) * usual for value in values]
-    return sum(one and not before for before, one in pairwise([False, *high])) >= 2
+    high = [value > _HIGH * usual for value in values]
+    return sum(one and not before for before, one in pairwise([False, *high])) >= _ROWS
 
 
 def estimate(recent: Sequence[SaveCost], baseline: Baseline) -> Estimate:
@@ -151,14 +152,17 @@ def estimate(recent: Sequence[SaveCost], baseline: Baseline) -> Estimate:
     the median, from how the costs differ, and that of the baseline, which all of them share. While
     there are only a few saves, the noise of the iterations counts if it says more.
     """
-    known = [save for save in recent if save.cost_s is not None]
+    known = _known(recent)
     if len(known) < 2:
         return Estimate(cost_s=0.0, error_s=0.0)
-    costs = _costs(known)
-    shared_s = baseline.error_s(statistics.median(save.beside_steps for save in known))
+    costs = [cost for cost, _ in known]
+    own_s = _own_s(known)
+    beside = statistics.median(judged.beside_steps for judged in recent[-len(known) :])
     return Estimate(
         cost_s=min(costs) if len(costs) == 2 else _middle_s(costs),
-        error_s=math.hypot(MEDIAN_ERROR * _own_s(known) / math.sqrt(len(known)), shared_s),
+        error_s=math.hypot(
+            MEDIAN_ERROR * own_s / math.sqrt(len(costs)), baseline_error_s(baseline, beside)
+        ),
     )
 
 
@@ -168,54 +172,27 @@ def without_outdated(recent: Sequence[SaveCost]) -> tuple[SaveCost, ...]:
     Costs have changed when two of the last three saves differ from those before by more than can
     be chance. A single save never does that.
     """
-    known = [save for save in recent if save.cost_s is not None]
-    older, newest = known[:-FEW], known[-FEW:]
+    known = _known(recent)
+    older, newest = known[:-_NEWEST], known[-_NEWEST:]
     if not older:
         return tuple(recent)
-    old_s, new_s = _middle_s(_costs(older)), statistics.median(_costs(newest))
-    own_s = max(_own_s(older), statistics.median(save.error_s for save in known))
-    if len(older) < SOME:  # by how much costs differ by chance is not known yet
-        own_s = max(own_s, USUAL_SPREAD * max(old_s, new_s))
+    old_s = _middle_s([cost for cost, _ in older])
+    new_s = statistics.median(cost for cost, _ in newest)
+    spread = _spread_s([cost for cost, _ in older])
+    if len(older) < _ENOUGH:
+        spread = max(spread, _FEW_SPREAD * max(old_s, new_s))
+    own_s = max(spread, statistics.median(error for _, error in known))
     error_s = MEDIAN_ERROR * own_s * math.sqrt(1 / len(newest) + 1 / len(older))
-    if abs(new_s - old_s) <= max(CHANGED * error_s, USUAL_SPREAD * max(old_s, new_s)):
+    if abs(new_s - old_s) <= max(_CHANGED * error_s, _SAME * max(old_s, new_s)):
         return tuple(recent)
 
     def holds(cost_s: float) -> bool:
         return abs(cost_s - new_s) < abs(cost_s - old_s)
 
     return tuple(
-        save if save.cost_s is None or holds(save.cost_s) else replace(save, cost_s=None)
-        for save in recent
+        judged if judged.cost_s is None or holds(judged.cost_s) else replace(judged, cost_s=None)
+        for judged in recent
     )
-
-
-def required_interval(
-    recent: Sequence[SaveCost], baseline: Baseline, steps: Callable[[float, float], int]
-) -> RequiredInterval:
-    """Return what ``recent``, the last saves with the newest last, need. At least one.
-
-    ``steps`` returns the interval for a cost, and for what is left of a save beside the loop.
-    """
-    cost = estimate(recent, baseline)
-    sure_s = cost.cost_s - SURE * cost.error_s
-    most_s = max(CLEARLY * cost.cost_s, cost.cost_s + SURE * cost.error_s)
-    lefts = [save.left_s for save in recent]
-    swing = swings(lefts)
-    unfinished_s = second(lefts if swing else lefts[-FEW:])
-    longest_s = max(lefts if swing else lefts[-SOME:])
-    stood_s = second([save.stall_s for save in recent[-FEW:]])
-    return RequiredInterval(
-        lower=steps(sure_s, unfinished_s),
-        expected=steps(cost.cost_s, max(unfinished_s, second(lefts[-SOME:]))),
-        sufficient=steps(cost.cost_s, longest_s),
-        upper=steps(most_s, CLEARLY * longest_s),
-        without_baseline=steps(stood_s, unfinished_s),
-        known=sum(save.cost_s is not None for save in recent) >= FEW,
-    )
-
-
-def _costs(known: Sequence[SaveCost]) -> list[float]:
-    return [save.cost_s for save in known if save.cost_s is not None]
 
 
 def _middle_s(costs: Sequence[float]) -> float:
@@ -229,14 +206,25 @@ def _middle_s(costs: Sequence[float]) -> float:
     return statistics.fmean(ordered[cut : len(ordered) - cut])
 
 
-def _own_s(known: Sequence[SaveCost]) -> float:
-    """Return the standard error of a single cost.
+def _spread_s(costs: Sequence[float]) -> float:
+    """Return half the range of costs, without the highest and the lowest of five or more."""
+    ordered = sorted(costs)
+    cut = 1 if len(ordered) >= _ENOUGH else 0
+    return (ordered[-1 - cut] - ordered[cut]) / 2
 
-    How the costs of enough saves differ shows all that is chance: half their range, without the
-    highest and the lowest. The noise of iterations is only a guess at that.
+
+def _own_s(known: Sequence[tuple[float, float]]) -> float:
+    """Return the standard error of a single cost. ``known`` has each cost with its own error.
+
+    How the costs of enough saves differ shows all that is chance. The noise of iterations is only
+    a guess at that.
     """
-    ordered = sorted(_costs(known))
-    if len(ordered) >= SOME:
-        return (ordered[-2] - ordered[1]) / 2
-    errors = [save.error_s for save in known]
-    return max((ordered[-1] - ordered[0]) / 2, statistics.median(errors))
+    costs = [cost for cost, _ in known]
+    if len(costs) >= _ENOUGH:
+        # the median distance alone is 0 where most costs are the same
+        return max(_spread_s(costs), spread_s(costs))
+    return max(_spread_s(costs), statistics.median(error for _, error in known))
+
+
+def _known(recent: Sequence[SaveCost]) -> list[tuple[float, float]]:
+    return [(judged.cost_s, judged.error_s) for judged in recent if judged.cost_s is not None]

@@ -4,23 +4,80 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Protocol
 
 import torch
 
 from dcp_checkfreq.policy import tuner
-from dcp_checkfreq.policy.costs import FEWEST_PROFILE_STEPS, Costs, profile_steps, worst
+from dcp_checkfreq.policy.costs import Costs, profile_steps, typical_s, worst
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.observation import Iteration, summarise
+from dcp_checkfreq.policy.observation import (
+    Iteration,
+    SaveSeen,
+    summarise,
+    worst_seen,
+)
 from dcp_checkfreq.policy.profile_file import ProfileFiles
 from dcp_checkfreq.policy.save_record import Measured
-from dcp_checkfreq.policy.save_timings import SaveTimings, worst_timings
 from dcp_checkfreq.policy.stored_profile import StoredProfile, fingerprint
 from dcp_checkfreq.policy.tuner import Decision, Tuning
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Facts:
+    """What one rank tells rank 0 about a save: of the interval before it, and for a profile."""
+
+    seen: SaveSeen
+    costs: Costs | None
+    profile_steps: int  # iterations that ``costs`` were measured from
+
+
+class SaveSchedule(Protocol):
+    """Says when the next save is due; the same on all ranks at the same step."""
+
+    @property
+    def interval_steps(self) -> int | None:
+        """Iterations from one save to the next (k); None while that is not known."""
+        ...
+
+    @property
+    def mode(self) -> Mode:
+        """How to copy the next snapshot."""
+        ...
+
+    @property
+    def wants_profile(self) -> bool:
+        """Whether the next save is measured to begin with."""
+        ...
+
+    def step_done(self) -> None:
+        """Say that an iteration is done."""
+        ...
+
+    def is_due(self, step: int) -> bool:
+        """Tell whether to save after this step."""
+        ...
+
+    def save_started(self) -> None:
+        """Say that a save begins."""
+        ...
+
+    def decide(self, step: int, ranks: Sequence[Facts]) -> Decision | None:
+        """On rank 0, in the background: decide what comes after this save."""
+        ...
+
+    def store(self) -> None:
+        """On rank 0, in the background: keep on storage what was learned, if it is new."""
+        ...
+
+    def apply(self, decision: Decision | None) -> None:
+        """On every rank, at the same step: act on the decision."""
+        ...
 
 
 class FixedSchedule:
@@ -34,16 +91,16 @@ class FixedSchedule:
         self.mode = mode
 
     def step_done(self) -> None:
-        """Say that an iteration is done."""
+        """Count an iteration."""
 
     def is_due(self, step: int) -> bool:
         """Tell whether to save after this step."""
         return step % self._every == 0
 
     def save_started(self) -> None:
-        """Say that a save begins."""
+        """Count from here."""
 
-    def decide(self, step: int, ranks: Sequence[SaveTimings]) -> Decision | None:
+    def decide(self, step: int, ranks: Sequence[Facts]) -> Decision | None:
         """Let the tuner see the save."""
         return None
 
@@ -95,7 +152,7 @@ class TunedSchedule:
         self,
         costs: Costs,
         first_interval_steps: int | None = None,
-        base_steps: int = FEWEST_PROFILE_STEPS,
+        base_steps: int = tuner.USUAL_BASE_STEPS,
     ) -> Tuning:
         mode = self._fixed_mode
         if mode is Mode.GPU and costs.snapshot_gpu_s is None:
@@ -129,7 +186,7 @@ class TunedSchedule:
         return self._decision is None
 
     def step_done(self) -> None:
-        """Say that an iteration is done."""
+        """Count an iteration."""
         self._since += 1
 
     def is_due(self, step: int) -> bool:
@@ -141,23 +198,24 @@ class TunedSchedule:
         return self._since >= self._decision.interval_steps + self._decision.gap_steps
 
     def save_started(self) -> None:
-        """Say that a save begins."""
+        """Count from here."""
         self._since = 0
         self._waits_for_decision = self._decision is None
         if self._decision is not None:  # a gap is for one interval
             self._decision = replace(self._decision, gap_steps=0)
 
-    def decide(self, step: int, ranks: Sequence[SaveTimings]) -> Decision | None:
+    def decide(self, step: int, ranks: Sequence[Facts]) -> Decision | None:
         """Let the tuner see the save."""
         before, known = self._decision, self._tuning
         if self._tuning is not None:
-            self._tuning, decision = tuner.observe(self._tuning, worst_timings(ranks))
+            seen = worst_seen([rank.seen for rank in ranks])
+            self._tuning, decision = tuner.observe(self._tuning, seen)
         else:
-            if any(rank.failed for rank in ranks):
-                return None  # it said nothing
-            steps = min(rank.interval.steps for rank in ranks)
-            costs = worst([rank.profile() for rank in ranks])
-            self._tuning = self._start(costs, base_steps=steps)
+            measured = [rank.costs for rank in ranks if rank.costs is not None]
+            if len(measured) < len(ranks):
+                return None  # the save failed, so it said nothing
+            steps = min(rank.profile_steps for rank in ranks)
+            self._tuning = self._start(worst(measured), base_steps=steps)
             decision = tuner.opening(self._tuning)
         changed = before is None or (before.interval_steps, before.mode) != (
             decision.interval_steps,
@@ -196,20 +254,12 @@ class TunedSchedule:
             self._decision = decision
 
 
-SaveSchedule = FixedSchedule | TunedSchedule
-"""Says when the next save is due; the same on all ranks at the same step.
-
-`decide` and `store` are called on rank 0 in the background, all else on every rank.
-"""
-
-
 def _told(decision: Decision) -> str:
     ahead = decision.forecast
-    goodput = "" if ahead.goodput is None else f", which leaves {ahead.goodput:.1%} for training"
+    goodput = "" if ahead.goodput is None else f", goodput {ahead.goodput:.1%}"
     return (
-        f"{decision.reason}; saving is expected to take {ahead.overhead:.1%} of the time, a crash "
-        f"to lose {ahead.lost_work_s:.3g} s of work (at most {ahead.recovery_bound_s:.3g} s)"
-        f"{goodput}"
+        f"{decision.reason}; expected overhead {ahead.overhead:.1%}, a crash loses "
+        f"{ahead.lost_work_s:.3g} s (at most {ahead.recovery_bound_s:.3g} s){goodput}"
     )
 
 
@@ -240,10 +290,7 @@ def tuned_schedule(
         job = fingerprint([ranks.world_size, root.location, of_ranks])
         stored = profiles.load(job)
         if stored is not None:
-            _log.info(
-                "saving every %d steps, as an earlier run of this job did: %s",
-                *(stored.interval_steps, stored.costs),
-            )
+            _log.info("profiled before: k %d, %s", stored.interval_steps, stored.costs)
         return job, stored
 
     job, stored = ranks.reduce_on_rank_0(description, look_up)
@@ -258,14 +305,14 @@ def tuned_schedule(
     )
 
 
-def timings_of(
+def facts_of(
     iterations: Sequence[Iteration],
     measured: Measured,
     gpu_bytes: tuple[int, int],
     *,
     is_first: bool,
-) -> SaveTimings:
-    """Return what a rank tells of a save that has ended, and of the interval that it ended.
+) -> Facts:
+    """Return what a rank tells of the interval that a save ended, and of the save itself.
 
     Args:
         iterations: of the interval.
@@ -273,8 +320,9 @@ def timings_of(
         gpu_bytes: GPU memory in use, and there at all (M, Mmax).
         is_first: the interval or the save is not like later ones.
     """
-    return SaveTimings(
-        interval=summarise(iterations),
+    interval = summarise(iterations)
+    seen = SaveSeen(
+        interval=interval,
         mode=measured.mode,
         copy_s=measured.copy_s,
         persist_s=measured.persist_s,
@@ -283,11 +331,25 @@ def timings_of(
         call_s=measured.call_s,
         is_first=is_first,
         failed=measured.failed,
-        gpu_copy_s=measured.gpu_copy_s,
-        written_bytes=measured.written_bytes,
-        gpu_used_bytes=gpu_bytes[0],
-        gpu_total_bytes=gpu_bytes[1],
     )
+    if measured.failed:
+        return Facts(seen, None, interval.steps)
+    # Later saves copy less, where other ranks hold the same.
+    share = measured.written_bytes / max(measured.copied_bytes, 1)
+    used_bytes, total_bytes = gpu_bytes
+    costs = Costs(
+        iteration_s=typical_s(one.worked_s for one in iterations),
+        update_s=interval.update_s,
+        snapshot_gpu_s=None if measured.gpu_copy_s is None else measured.gpu_copy_s * share,
+        snapshot_cpu_s=measured.copy_s * share,
+        persist_s=measured.persist_s,
+        state_bytes=measured.written_bytes,
+        gpu_used_bytes=used_bytes,
+        gpu_total_bytes=total_bytes,
+        # A GPU has work queued while the host does this, so it need not hold up the training.
+        call_s=0.0 if total_bytes else measured.call_s,
+    )
+    return Facts(seen, costs, interval.steps)
 
 
 def mode_of(snapshot: str) -> Mode | None:

@@ -7,8 +7,10 @@ import pytest
 
 from dcp_checkfreq.policy.baseline import (
     Baseline,
+    baseline_error_s,
     baseline_of,
     change_s,
+    gap_steps,
     renewed,
 )
 from dcp_checkfreq.policy.observation import Iteration, Pace, summarise
@@ -35,7 +37,7 @@ def test_iterations_without_a_save_renew_it_and_others_make_it_older():
     assert (baseline.age_saves, baseline.iteration_s) == (1, 1.0)
     baseline, changed = after(baseline, interval(1.001, 1.001, beside=[1.2] * 4))
     assert (baseline.age_saves, changed) == (0, False)
-    assert baseline.steps == 12
+    assert baseline.pace.steps == 12
 
 
 def test_three_iterations_of_another_pace_are_believed_at_once():
@@ -90,6 +92,22 @@ def test_iterations_beside_a_save_say_nothing_about_noise():
     assert after(baseline_of(1.0, 10), interval(beside=[1.5, 1.1]))[0].noises == ()
 
 
+def test_noise_is_found_where_no_interval_has_more_than_one_free_iteration():
+    noises = []
+    for seed in range(40):
+        chance = random.Random(seed)
+        lone = [interval(chance.uniform(0.9, 1.1), beside=[1.2] * 3) for _ in range(17)]
+        noises.append(after(baseline_of(1.0, 10), *lone)[0].noise)
+    assert statistics.median(noises) == pytest.approx(0.2 / 12**0.5, rel=0.2)
+
+
+def test_more_measurements_are_kept_if_they_are_of_a_single_iteration_each():
+    lone, _ = after(baseline_of(1.0, 10), *[interval(1.0)] * 30)
+    assert lone.pace.steps == 12
+    three, _ = after(baseline_of(1.0, 10), *[interval(1.0, 1.0, 1.0)] * 30)
+    assert len(three.paces) == 5
+
+
 def test_a_difference_that_is_small_beside_the_budget_is_none():
     quiet = Baseline(paces=(Pace(steps=50, typical_s=1.0),), noises=(0.0,))
     assert change_s(quiet, Pace(steps=50, typical_s=1.017), BUDGET) == 0.0
@@ -99,22 +117,23 @@ def test_a_difference_that_is_small_beside_the_budget_is_none():
     assert change_s(noisy, Pace(steps=3, typical_s=1.2), BUDGET) == 0.0
 
 
+def test_more_noise_asks_for_longer_gaps_within_bounds():
+    gaps = [
+        gap_steps(Baseline(paces=(Pace(steps=9, typical_s=1.0),), noises=(noise,)), BUDGET)
+        for noise in (0.0, 0.01, 0.03, 0.05, 0.1, 10.0)
+    ]
+    assert gaps == sorted(gaps)
+    assert (gaps[0], gaps[-1]) == (3, 8)
+    assert len(set(gaps)) > 2
+
+
 def test_the_error_of_a_baseline_falls_with_its_iterations_and_adds_up_over_those_compared():
     few, many = (Baseline(paces=(Pace(steps=n, typical_s=2.0),), noises=(0.05,)) for n in (4, 16))
-    assert few.error_s(10) == pytest.approx(2 * many.error_s(10))
-    assert few.error_s(10) == pytest.approx(10 * 1.2533 * 0.05 * 2.0 / 2)
+    assert baseline_error_s(few, 10) == pytest.approx(2 * baseline_error_s(many, 10))
+    assert baseline_error_s(few, 10) == pytest.approx(10 * 1.2533 * 0.05 * 2.0 / 2)
 
 
 def test_a_baseline_of_nothing_measured_is_replaced_by_the_first_that_is():
     for broken in (0.0, float("nan"), -1.0, float("inf")):
         baseline, _ = after(baseline_of(broken, 0), interval(1.0, 1.0, 1.0))
         assert baseline.iteration_s == 1.0
-
-
-def test_noise_is_found_where_no_interval_has_more_than_one_free_iteration():
-    noises = []
-    for seed in range(40):
-        chance = random.Random(seed)
-        lone = [interval(chance.uniform(0.9, 1.1), beside=[1.2] * 3) for _ in range(17)]
-        noises.append(after(baseline_of(1.0, 10), *lone)[0].noise)
-    assert statistics.median(noises) == pytest.approx(0.2 / 12**0.5, rel=0.2)

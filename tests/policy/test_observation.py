@@ -10,14 +10,15 @@ from hypothesis import strategies as st
 
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.observation import (
+    IntervalSeen,
     Iteration,
-    Observation,
     Pace,
+    SaveSeen,
     cost_per_save_s,
     slow_down_s,
     summarise,
+    worst_seen,
 )
-from dcp_checkfreq.policy.save_timings import SaveTimings, worst_timings
 
 SECONDS = st.floats(0, 100)
 
@@ -36,7 +37,7 @@ def beside(seconds=1.0, waited=0.0, blocked=0.0, copying=False, queued=0.0):
 
 
 def save_of(iterations, mode=Mode.CPU, copy=0.5, persist=3.0, copied=100, **more):
-    return SaveTimings(
+    return SaveSeen(
         interval=summarise(iterations), mode=mode, copy_s=copy, persist_s=persist,
         copied_bytes=copied, state_bytes=400, **more,
     )  # fmt: skip
@@ -132,36 +133,36 @@ def test_it_pickles_plainly():
 def test_every_rank_counts_for_copy_persist_and_bytes():
     ranks = [save_of([free()], copy=c, persist=10 - c, copied=n)
              for c, n in [(1.0, 5), (3.0, 1), (2.0, 9)]]  # fmt: skip
-    found = worst_timings(ranks)
+    found = worst_seen(ranks)
     assert (found.copy_s, found.persist_s, found.copied_bytes) == (3.0, 9.0, 9)
     assert not found.failed
     assert not found.is_first
-    assert worst_timings([*ranks, replace(ranks[0], failed=True)]).failed
-    assert worst_timings([*ranks, replace(ranks[0], is_first=True)]).is_first
-    assert worst_timings([*ranks, replace(ranks[0], mode=Mode.BLOCKING)]).mode is Mode.BLOCKING
+    assert worst_seen([*ranks, replace(ranks[0], failed=True)]).failed
+    assert worst_seen([*ranks, replace(ranks[0], is_first=True)]).is_first
+    assert worst_seen([*ranks, replace(ranks[0], mode=Mode.BLOCKING)]).mode is Mode.BLOCKING
     with pytest.raises(ValueError, match="no rank"):
-        worst_timings([])
+        worst_seen([])
 
 
 def test_what_one_rank_waits_for_is_not_counted_again_on_another():
     """Rank 0 waits for its copy; rank 1 sees that as a slow iteration, in its all-reduce."""
     waits = save_of([beside(1.0, waited=2.0, copying=True), free(), free()])
     sees = save_of([beside(3.0, copying=True), free(), free()])
-    found = worst_timings([waits, sees])
+    found = worst_seen([waits, sees])
     assert cost_per_save_s(found.interval, 1.0) == pytest.approx(2.0)
 
 
 def test_the_dearest_rank_counts():
     cheap, dear = save_of([free(blocked=0.1)] * 5), save_of([free(blocked=0.3)] * 5)
     for ranks in ([cheap, dear, cheap], [dear, cheap]):
-        assert worst_timings(ranks).interval == dear.interval
+        assert worst_seen(ranks).interval == dear.interval
 
 
 def test_a_fast_rank_that_waits_for_a_slow_one_at_the_save_is_no_cost():
     """No collective in the iterations: the fast rank is done early and waits inside the save."""
     slow = save_of([*[free(5.0)] * 9, free(5.0, blocked=0.1)])
     fast = save_of([*[free(1.0)] * 9, free(1.0, blocked=40.1)])
-    found = worst_timings([fast, slow, fast])
+    found = worst_seen([fast, slow, fast])
     assert found.interval == slow.interval
     assert cost_per_save_s(found.interval, 5.0) == pytest.approx(0.1)
 
@@ -169,15 +170,15 @@ def test_a_fast_rank_that_waits_for_a_slow_one_at_the_save_is_no_cost():
 @given(st.lists(ITERATIONS.filter(bool), min_size=1, max_size=5))
 def test_the_job_saw_what_one_rank_saw(intervals):
     ranks = [save_of(iterations) for iterations in intervals]
-    found = worst_timings(ranks)
+    found = worst_seen(ranks)
     assert found.interval in [rank.interval for rank in ranks]
     assert found.interval.pace_s >= 0.9 * max(rank.interval.pace_s for rank in ranks)
-    assert worst_timings([found]) == found
+    assert worst_seen([found]) == found
 
 
 def test_a_pace_of_nothing_adds_nothing():
     assert Pace().sum_s == Pace().excess_s(3.0) == 0.0
-    zero = Observation(
+    zero = IntervalSeen(
         elapsed_s=0.0, blocked_s=0.0, queued_s=0.0, waited_s=0.0, update_s=0.0,
         unloaded=Pace(), copying=Pace(), loaded=Pace(),
     )  # fmt: skip

@@ -8,7 +8,7 @@ from dcp_checkfreq.policy.costs import PROFILE_STEPS
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.observation import Iteration
 from dcp_checkfreq.policy.save_record import Measured
-from dcp_checkfreq.policy.save_schedule import timings_of, tuned_schedule
+from dcp_checkfreq.policy.save_schedule import Facts, facts_of, tuned_schedule
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.testing import MemoryTier
 
@@ -44,7 +44,7 @@ def profile(steps=50, copy=0.5, persist=3.0, call=0.0, gpu_bytes=(0, 0)):
         Mode.BLOCKING, copied_bytes=10, written_bytes=10, state_bytes=10, copy_s=copy,
         persist_s=persist, call_s=call,
     )  # fmt: skip
-    return timings_of(iterations(steps), measured, gpu_bytes, is_first=True)
+    return facts_of(iterations(steps), measured, gpu_bytes, is_first=True)
 
 
 def later(steps, call=0.0, is_first=False):
@@ -53,7 +53,7 @@ def later(steps, call=0.0, is_first=False):
     )
     rows = [*iterations(min(steps, 4), loaded=True), *iterations(max(0, steps - 4))]
     rows[0] = replace(rows[0], blocked_s=call)
-    return timings_of(rows, measured, (0, 0), is_first=is_first)
+    return facts_of(rows, measured, (0, 0), is_first=is_first)
 
 
 def decide(schedule, *ranks):
@@ -75,21 +75,21 @@ def run(schedule, call=0.0):
 def test_the_baseline_has_the_weight_of_the_iterations_that_were_measured(schedule_of):
     schedule = schedule_of()
     decide(schedule, profile(steps=49), profile(steps=37), profile(steps=50))
-    assert schedule._tuning.baseline.steps == 37
+    assert schedule._tuning.baseline.pace.steps == 37
 
 
 def test_what_the_call_took_is_part_of_the_first_interval_but_not_beside_a_gpu(schedule_of):
     assert decide(schedule_of(), profile(call=0.7)) == 20
-    timings = profile(call=0.7, gpu_bytes=(1, 10))  # the GPU has work while the host is busy
-    assert timings.profile().call_s == 0.0
-    assert timings.call_s == 0.7
+    facts = profile(call=0.7, gpu_bytes=(1, 10))  # the GPU has work while the host is busy
+    assert facts.costs.call_s == 0.0
+    assert facts.seen.call_s == 0.7
 
 
-def test_a_profile_whose_save_failed_on_one_rank_decides_nothing(schedule_of):
-    schedule = schedule_of()
-    failed = timings_of(iterations(5), Measured(Mode.BLOCKING, failed=True), (0, 0), is_first=True)
-    assert schedule.decide(1, [profile(), failed]) is None
-    assert decide(schedule, profile(), profile()) == 4
+def test_a_failed_save_says_no_costs():
+    measured = Measured(Mode.BLOCKING, failed=True)
+    facts = facts_of(iterations(5), measured, (0, 0), is_first=True)
+    assert isinstance(facts, Facts)
+    assert facts.costs is None
 
 
 # --- when a save is due ---

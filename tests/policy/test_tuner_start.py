@@ -9,8 +9,7 @@ from simulated_job import Job, steady, stepped
 
 from dcp_checkfreq.policy.costs import PROFILE_STEPS
 from dcp_checkfreq.policy.interval import MAX_INTERVAL_STEPS, Mode, interval_steps
-from dcp_checkfreq.policy.observation import summarise
-from dcp_checkfreq.policy.save_timings import SaveTimings
+from dcp_checkfreq.policy.observation import SaveSeen, summarise
 from dcp_checkfreq.policy.tuner import observe, opening, start
 
 BUDGET = 0.035
@@ -43,12 +42,12 @@ def test_the_first_interval_pays_for_the_call(call, p):
 
 @FEW
 @given(blocked=st.floats(0.2, 20))
-def test_a_call_that_the_profile_did_not_see_is_paid_from_the_second_judged_save_on(blocked):
+def test_a_call_that_the_profile_did_not_see_is_paid_from_the_first_judged_save_on(blocked):
     job = Job(blocked=steady(blocked))
-    *first, second = job.run(3)  # the first one is cold, one alone is no evidence
-    assert first == [4, 4]
+    first, second = job.run(2)  # the first one is cold
+    assert first == 4
     assert second * BUDGET >= blocked * (1 - 1e-6)
-    assert "is allowed" in job.decision.reason
+    assert "save cost" in job.decision.reason
 
 
 @FEW
@@ -56,6 +55,13 @@ def test_a_call_that_the_profile_did_not_see_is_paid_from_the_second_judged_save
 def test_one_odd_call_at_the_start_is_no_evidence(number, blocked):
     job = Job(blocked=lambda n: blocked if n == number else 0.0)
     assert set(job.run(20)) == {4}
+
+
+def test_of_the_cold_and_the_first_judged_call_the_shorter_counts():
+    job = Job(blocked=lambda n: 5.0 if n == 1 else 1.0)
+    assert job.run(2)[-1] == 29
+    job = Job(blocked=lambda n: 5.0 if n == 2 else 1.0)
+    assert job.run(2)[-1] == 29
 
 
 # --- cold profiles ---
@@ -121,7 +127,7 @@ def test_the_first_save_after_a_profile_comes_early_and_only_that_one():
 
 def test_the_early_save_is_not_asked_for_again_if_nothing_was_seen_of_it():
     job = Job(profile={"persist_s": 300.0})
-    seen = SaveTimings(
+    seen = SaveSeen(
         interval=summarise([]), mode=Mode.CPU, copy_s=0.5, persist_s=3.0, copied_bytes=1,
         state_bytes=1,
     )  # fmt: skip
