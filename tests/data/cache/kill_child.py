@@ -10,6 +10,7 @@ import signal
 import sys
 import time
 
+sys.path.append(str(pathlib.Path(__file__).parents[2]))
 import cache_tools  # noqa: F401  the slow volume
 
 from dcp_checkfreq.data.cache.file_cache import FileCache

@@ -36,6 +36,7 @@ def test_kill_9_at_any_moment_leaves_right_content_the_bound_and_no_partials(
         # however long it takes; then the bound was near, and processes died before and after
         while (killed := len(kills.read_text())) < enough_kills or max(looks) <= 0.8 * MAX_BYTES:
             assert wrong.read_text() == ""
+            assert all(child.poll() is None for child in children), "it ended by itself"
             on_disk, in_books = look(root)
             looks.append(on_disk)
             assert on_disk <= MAX_BYTES
