@@ -117,17 +117,20 @@ class RankSave:
         return StorageMeta(checkpoint_id=plain(self.location), save_id=self.attempt.id)
 
     @contextlib.contextmanager
-    def _storage_errors(self, *, abandons: bool) -> Iterator[None]:
-        """Name this rank in errors of the storage; ``abandons``: whatever is raised ends it all."""
+    def _storage_errors(self) -> Iterator[None]:
+        """Name this rank in errors of the storage."""
         try:
             yield
         except OSError as error:
-            if abandons:
-                self.abandon()
             raise WriteFailed(self.location, f"rank {self.rank}: {error}") from error
+
+    @contextlib.contextmanager
+    def _abandoned_on_errors(self) -> Iterator[None]:
+        """Abandon the save for whatever is raised."""
+        try:
+            yield
         except BaseException:
-            if abandons:
-                self.abandon()
+            self.abandon()
             raise
 
     # --- before anything is written, on the coordinator ---
@@ -141,7 +144,7 @@ class RankSave:
         """
         if self._of_run.check_root is not None:
             self._of_run.check_root()
-        with self._storage_errors(abandons=False):
+        with self._storage_errors():
             sweep_up(self._tier)
             if is_published(self._tier) and not self._may_replace():
                 raise standing(self._tier)
@@ -155,7 +158,7 @@ class RankSave:
         Raises:
             WriteFailed: the storage failed.
         """
-        with self._storage_errors(abandons=False):
+        with self._storage_errors():
             self.attempt.reserve()
         remember(self.attempt)
 
@@ -168,7 +171,7 @@ class RankSave:
         Raises:
             WriteFailed: the storage failed.
         """
-        with self._storage_errors(abandons=True):
+        with self._abandoned_on_errors(), self._storage_errors():
             self.attempt.begin()
             yield
         self.attempt.wrote()
@@ -243,7 +246,7 @@ class RankSave:
         """
         if self._staged is None or self._of_run.uploads_later:
             return
-        with self._storage_errors(abandons=True):
+        with self._abandoned_on_errors(), self._storage_errors():
             self._staged.upload(moved)
         if not self.is_coordinator:
             self._staged.close()  # DCP does not tell this rank how the save ends

@@ -23,6 +23,11 @@ def clipped(text: str, longest: int = _LONGEST) -> str:
     return text if len(text) <= longest else text[:longest] + "..."
 
 
+def name_of(kind: type) -> str:
+    """Return module and name of a class."""
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
 def plain(text: str) -> str:
     """Return a text that files and messages can hold: halves of surrogate pairs are spelled out.
 

@@ -13,6 +13,7 @@ import torch
 from dcp_checkfreq.errors import LoadFailed, UnsupportedState
 from dcp_checkfreq.format.digest import digest
 from dcp_checkfreq.format.safe_bytes import load_object
+from dcp_checkfreq.format.texts import name_of
 
 _MOST_LOOKED_AT = 10_000  # parts of a refused value, to find the one that it is refused for
 _SURELY_PLAIN = (str, int, float, bool, type(None))
@@ -100,8 +101,7 @@ class ValueChecks:
 
 
 def _kind(value: object) -> str:
-    kind = type(value)
-    return f"value of type {kind.__module__}.{kind.__qualname__}".replace("builtins.", "")
+    return f"value of type {name_of(type(value))}".replace("builtins.", "")
 
 
 def _innermost(value: object, key: str, is_bad: Callable[[object], bool]) -> tuple[str, object]:

@@ -1,7 +1,7 @@
 """Copies that go on while training computes: in a thread for host memory, on a stream for CUDA.
 
-A lane is one such copy under way. It promises that what arrives is the state at the moment it was
-started, as long as the tensors do not change before `before_update` has been called.
+A `PendingCopy` is one that is under way. It promises that what arrives is the state at the moment
+it was started, as long as the tensors do not change before `before_update` has been called.
 """
 
 from __future__ import annotations
@@ -90,16 +90,14 @@ class _Watched:
     def check(self) -> None:
         """Raise if a source was changed too early. On any thread."""
         with self._lock:
-            if self._error is None and not self._are_allowed:
-                self._look()
+            self._look()
             if self._error is not None:
                 raise self._error
 
     def allow_changes(self) -> None:
         """On the training thread: look a last time."""
         with self._lock:
-            if self._error is None and not self._are_allowed:
-                self._look()
+            self._look()
             self._let_go()
             if self._error is not None:
                 raise self._error
@@ -107,8 +105,7 @@ class _Watched:
     def let_go(self) -> None:
         """Look a last time, and keep nothing alive from now on."""
         with self._lock:
-            if self._error is None and not self._are_allowed:
-                self._look()
+            self._look()
             self._let_go()
 
     def _let_go(self) -> None:
@@ -117,6 +114,8 @@ class _Watched:
         self._samples = None
 
     def _look(self) -> None:
+        if self._error is not None or self._are_allowed:
+            return
         versions = versions_of(self._tensors)
         name = None
         if versions != self._versions:
@@ -309,10 +308,10 @@ Copies = Mapping[torch.device, Sequence[Copy]]  # by device of the source
 
 
 def start_overlapped(copies: Copies, clock: Clock) -> Iterator[PendingCopy]:
-    """Start all copies: those of host memory in one lane, those of each GPU in one of its own.
+    """Start all copies: those of host memory as one, those of each GPU as one of its own.
 
-    Sources are detached tensors, kept alive until the lane goes. Targets have the same shape and
-    dtype; for CUDA sources they are pinned host memory, or on the source's GPU. Yields each lane
+    Sources are detached tensors, kept alive until the copy goes. Targets have the same shape and
+    dtype; for CUDA sources they are pinned host memory, or on the source's GPU. Yields each copy
     as it is started, so that one that fails leaves the others known.
     """
     for device, part in copies.items():

@@ -147,7 +147,7 @@ class Kept:
 
 
 class Leases:
-    """What one snapshot holds: memory, and the lanes that write into it."""
+    """What one snapshot holds: memory, and the copies that write into it."""
 
     def __init__(self, host: Lease) -> None:
         self._pid = os.getpid()  # in a forked child nothing writes into it, and it is not its own

@@ -54,7 +54,7 @@ class _Staged(dict[str, Any]):
 
 
 class Snapshot:
-    """A copy of a state, complete or with lanes that still copy. Thread-safe.
+    """A copy of a state, complete or with copies under way. Thread-safe.
 
     Attributes:
         state: what to save. Its tensors are complete after `wait`. Those that another rank writes

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from dcp_checkfreq.format.texts import clipped, shown
+from dcp_checkfreq.format.texts import clipped, name_of, shown
 from dcp_checkfreq.format.value_checks import parts_of_value
 from dcp_checkfreq.shards.codec import local_of
 from dcp_checkfreq.state.packed import TENSORS, TREE, is_tree, pack, unpack
@@ -165,14 +165,13 @@ class _Look:
 
     def _made(self, value: Any) -> View:
         kind = type(value)
-        name = f"{kind.__module__}.{kind.__qualname__}"
         named = _named_parts(value)
         if named is not None:
             parts = {step: self.view(part) for step, part in named.items()}
             said = [(step, part.digest) for step, part in parts.items()]
             if not isinstance(value, OrderedDict):
                 said.sort()
-            return View(form_digest((name, said)), f"a {kind.__name__}", parts)
+            return View(form_digest((name_of(kind), said)), f"a {kind.__name__}", parts)
         if isinstance(value, torch.Tensor) and id(value) in self._unseen:
             return View(form_digest((str(value.dtype), list(value.shape))), _short(value))
         if isinstance(value, torch.Tensor):

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from dcp_checkfreq.format.texts import name_of
 from dcp_checkfreq.state.tags import Malformed, NotHere, need
 
 KINDS = frozenset(["member", "flag", "namedtuple", "dataclass", "return type"])
@@ -255,9 +256,7 @@ def _fields_of(value: Any) -> dict[str, Any] | None:
 def _made_dataclass(kind: type, state: dict[Any, Any]) -> Any:
     names = _field_names(kind)
     if set(state) != set(names):
-        raise NotHere(
-            f"the class {kind.__module__}.{kind.__qualname__}"[:200] + " has other fields now"
-        )
+        raise NotHere(f"the class {name_of(kind)}"[:200] + " has other fields now")
     made: Any = object.__new__(kind)
     for name in names:
         slot = _definition(kind, name)

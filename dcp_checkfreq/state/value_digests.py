@@ -18,8 +18,10 @@ from typing import Any
 import torch
 
 from dcp_checkfreq.format.digest import digest
+from dcp_checkfreq.format.texts import name_of
 from dcp_checkfreq.shards.codec import bytes_of, dense
 from dcp_checkfreq.state.packed import MARK
+from dcp_checkfreq.state.tensor_kinds import is_in_order
 
 # What `marshal` writes bit for bit, and alike in all processes. Version 2 has no back references.
 _SIMPLE = frozenset([int, str, float, bool, type(None), bytes, complex])
@@ -77,7 +79,7 @@ class _Forms:
             return "tuple", form_digest(self._all(value))
         if isinstance(value, (set, frozenset)):
             items = sorted(_written(self.of(one), _VERSION) for one in value)
-            return _name_of(kind), form_digest((items, self.of(getattr(value, "__dict__", None))))
+            return name_of(kind), form_digest((items, self.of(getattr(value, "__dict__", None))))
         if kind in _TENSORS:
             return self._tensor(value)
         if isinstance(value, _BY_NAME):
@@ -105,10 +107,7 @@ class _Forms:
         return self._all(value), self._all(value.values())
 
     def _tensor(self, value: torch.Tensor) -> Form:
-        is_plain = value.layout is torch.strided and not (
-            value.is_meta or value.is_nested or value.is_quantized
-        )
-        if not is_plain:
+        if value.is_meta or not is_in_order(value):
             return _by_bytes(value)
         said = type(value).__name__, str(value.dtype), list(value.shape), value.requires_grad
         return "tensor", form_digest((said, digest(bytes_of(dense(value.detach())))))
@@ -121,7 +120,7 @@ class _Forms:
         except Exception:  # noqa: BLE001  what pickles know otherwise how to write
             return _by_bytes(value)
         if isinstance(made, str):
-            return "name", form_digest((_name_of(kind), made))
+            return "name", form_digest((name_of(kind), made))
         how, arguments, state, items, pairs = (*made, *[None] * 5)[:5]
         forms = [self.of(one) for one in (how, arguments, state)]
         forms.append(None if items is None else self._all(items))
@@ -129,7 +128,7 @@ class _Forms:
             content = dict(pairs)
             is_ordered = isinstance(value, collections.OrderedDict)
             forms.append(self._in_order(content) if is_ordered else self._pairs(content))
-        return _name_of(kind), form_digest(forms)
+        return name_of(kind), form_digest(forms)
 
 
 def _is_ordered_tag(value: tuple[Any, ...]) -> bool:
@@ -143,7 +142,3 @@ def _by_bytes(value: object) -> Form:
     stream = io.BytesIO()
     torch.save(value, stream)
     return "bytes", digest(stream.getbuffer())
-
-
-def _name_of(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"

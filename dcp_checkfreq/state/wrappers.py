@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import CheckFreqError, StateMismatch, UnsupportedState
 from dcp_checkfreq.format.safe_bytes import load_object
+from dcp_checkfreq.format.texts import name_of
 from dcp_checkfreq.shards.boxes import (
     Box,
     Layout,
@@ -218,11 +219,6 @@ class _Record:
         plain = _is_built_in(context) or _loads(type(wrapper), said, _Held(context))
         kind = name_of(type(wrapper))
         return _Record(kind, tuple(names), plain, context if plain else None, said, size, stride)
-
-
-def name_of(kind: type) -> str:
-    """Return module and name of a class."""
-    return f"{kind.__module__}.{kind.__qualname__}"
 
 
 def _is_built_in(context: Any) -> bool:

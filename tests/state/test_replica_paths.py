@@ -11,7 +11,7 @@ import struct
 import numpy as np
 import pytest
 import torch
-from torch.distributed.checkpoint._nested_dict import flatten_state_dict
+from torch.distributed.checkpoint import DefaultSavePlanner
 
 from dcp_checkfreq.errors import ReplicasDiffer
 from dcp_checkfreq.state.packed import pack
@@ -145,9 +145,16 @@ def test_what_is_nested_deeper_than_this_can_look_has_a_digest_as_long_as_it_has
 # --- paths ---
 
 
+def flattened(state):
+    """Return a state and the paths of its keys, as DCP's planners have them."""
+    planner = DefaultSavePlanner()
+    planner.set_up_planner(state)
+    return planner.state_dict, planner.mappings
+
+
 def found(first, *others, only=None):
     """Save the states as ranks would, up to the comparison; return paths with what is there."""
-    flat = [flatten_state_dict({key: pack(part) for key, part in one.items()})
+    flat = [flattened({key: pack(part) for key, part in one.items()})
             for one in (first, *others)]  # fmt: skip
     digests = [{key: value_digest(value) for key, value in state.items()} for state, _ in flat]
     keys = sorted(
@@ -229,8 +236,8 @@ def test_large_tensors_are_named_by_where_they_are_in_the_value():
 
 def test_the_content_of_tensors_that_are_not_compared_is_not_looked_at():
     state = {"w": torch.ones(9_000, device="meta"), "seen": 1}
-    flat, paths = flatten_state_dict({"p": pack(state)})
-    other, _ = flatten_state_dict({"p": pack({"w": torch.zeros(9_000), "seen": 2})})
+    flat, paths = flattened({"p": pack(state)})
+    other, _ = flattened({"p": pack({"w": torch.zeros(9_000), "seen": 2})})
     views = [
         look_into(one, paths, {"p.tree": number}, ["p.tree"])
         for number, one in enumerate((flat, other))
@@ -247,7 +254,7 @@ def test_what_is_told_is_bounded_and_what_is_cut_is_named_by_what_holds_it():
     deep = {f"k{n}": {"x": list(range(40))} for n in range(MOST_PARTS // 10)}
     other = {key: dict(value) for key, value in deep.items()}
     other["k499"]["x"] = [*range(39), 0]
-    flat, paths = flatten_state_dict({"p": pack(deep)})
+    flat, paths = flattened({"p": pack(deep)})
     [view] = look_into(flat, paths, {"p.tree": 1}, ["p.tree"]).values()
     assert len(pickle.dumps(view)) < 100 * MOST_PARTS
     assert list(found({"p": deep}, {"p": other})) == ["p.k499.x"]
