@@ -1,8 +1,9 @@
 """What a training loop holds: `Checkpointer`, and what it is made of.
 
-`checkpointer` is the object itself, `saver` one save at a time: `background_save` writes and
-publishes it, `replicas` names what differs between ranks, at `save_meeting` all ranks hear how it
-ended. `restorer` is a restore, `run_history` the steps of this run on storage, `registered` the
-parts that were handed in, `stopping` the last save after a signal, `dropped` what is given back at
-the end. `load_part` reads one part of a checkpoint without any of it.
+`checkpointer` is the object itself, `save_loop` what saving does from step to step, `saver` one
+save at a time: `background_save` writes and publishes it, `replicas` names what differs between
+ranks, at `save_meeting` all ranks hear how it ended. `run` is the folder, the ranks and the name of
+a run, `run_history` are its steps on storage, `restorer` is a restore. `registered` are the parts
+that were handed in, `stopping` the last save after a signal, `dropped` what is given back at the
+end. `load_part` reads one part of a checkpoint without any of it.
 """

@@ -6,9 +6,7 @@ import contextlib
 import logging
 import os
 import signal
-import uuid
-from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
@@ -16,38 +14,20 @@ from dcp_checkfreq import options
 from dcp_checkfreq.checkpointer.dropped import Holdings
 from dcp_checkfreq.checkpointer.registered import Registered
 from dcp_checkfreq.checkpointer.restorer import Restored, Restorer
-from dcp_checkfreq.checkpointer.run_history import RunHistory, place_of
+from dcp_checkfreq.checkpointer.run import open_run
+from dcp_checkfreq.checkpointer.run_history import RunHistory
+from dcp_checkfreq.checkpointer.save_loop import SaveLoop
 from dcp_checkfreq.checkpointer.saver import Saver
 from dcp_checkfreq.checkpointer.stopping import FinalActions, Stopping
-from dcp_checkfreq.dcp.name_lengths import check_root_lengths
 from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner
-from dcp_checkfreq.errors import (
-    RankLost,
-    SaveFailed,
-    SnapshotFailed,
-    TooManyFailures,
-)
+from dcp_checkfreq.errors import SaveFailed, SnapshotFailed
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.save_record import (
-    Ended,
-    Measured,
-    SaveRecord,
-    told,
-)
-from dcp_checkfreq.policy.save_schedule import (
-    Facts,
-    FixedSchedule,
-    SaveSchedule,
-    facts_of,
-    mode_of,
-    tuned_schedule,
-)
+from dcp_checkfreq.policy.save_record import SaveRecord
+from dcp_checkfreq.policy.save_schedule import FixedSchedule, SaveSchedule, mode_of, tuned_schedule
 from dcp_checkfreq.policy.step_timer import StepTimer
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.step_gate import Gate, next_step
-from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.retention import Retention
-from dcp_checkfreq.recovery.root_check import check_root
 from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
 from dcp_checkfreq.runtime.one_call import OneCall, one_at_a_time
@@ -55,17 +35,18 @@ from dcp_checkfreq.runtime.outcome import report
 from dcp_checkfreq.runtime.process_end import close_at_exit
 from dcp_checkfreq.runtime.told import text_of
 from dcp_checkfreq.snapshot.optimizer_guard import Guard
-from dcp_checkfreq.snapshot.pool import drop_device_pools
-from dcp_checkfreq.staging.resume_upload import LocalCopies
-from dcp_checkfreq.staging.staged_tier import StagedTier, StagingDir, noted, staged_root
-from dcp_checkfreq.staging.unfinished import Unfinished
+from dcp_checkfreq.staging.staged_tier import StagingDir
 from dcp_checkfreq.state.app_state import AppState
 from dcp_checkfreq.state.restoration import Selection
-from dcp_checkfreq.storage.open import Location, open_tier
+from dcp_checkfreq.storage.open import Location
 
 _log = logging.getLogger(__name__)
 
-_HISTORY = 1000  # saves that are remembered
+# Arguments that must be the same on all ranks, so that they decide alike.
+_ALIKE = (
+    *("every", "max_overhead", "mtbf_s", "steps_per_epoch", "snapshot"),
+    *("on_error", "max_failures", "share_reads"),
+)
 DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 Snapshots = Literal["auto", "cpu", "gpu", "blocking"]
@@ -160,58 +141,32 @@ class Checkpointer:
         with self._ranks.making("a Checkpointer", self._give_back):
             options.check(options.CHECKPOINTER, locals())
             mode = mode_of(snapshot)
-            self._ranks.same(
-                {
-                    "every": every,
-                    "max_overhead": max_overhead,
-                    "mtbf_s": mtbf_s,
-                    "steps_per_epoch": steps_per_epoch,
-                    "snapshot": snapshot,
-                    "on_error": on_error,
-                    "max_failures": max_failures,
-                    "share_reads": share_reads,
-                    "staged": staging_dir is not None,
-                }
-            )
-            self._raise_errors = on_error == "raise"
-            self._max_failures = max_failures
-            self._root = open_tier(root, storage_options=storage_options)
-            if staging_dir is not None:
-                self._root = staged_root(self._root, staging_dir, limit_bytes=staging_bytes)
-            check_root_lengths(self._root)
-            place = place_of(self._root)  # where others of this process are named
-            self._root = noted(self._root, self._ranks.watchdog.moved)
-            self._calls = OneCall(self._root.location)
-            self._state = AppState(state, self._ranks.rank)
-            self._run_id = self._ranks.on_rank_0(lambda: uuid.uuid4().hex[:12])
-            self._lease = LeaseFile(self._root, self._run_id, self._clock)
-            check_root(self._root, self._ranks, self._run_id, self._clock)
-            self._copies: LocalCopies | None = None
-            if isinstance(self._root, StagedTier):
-                self._copies = LocalCopies(self._root, self._ranks, threads=threads)
-                self._copies.belong_to_root()
-            self._run_history = RunHistory(
-                self._root,
+            given = locals()
+            alike = {name: given[name] for name in _ALIKE}
+            self._ranks.same({**alike, "staged": staging_dir is not None})
+            run = open_run(
+                root,
                 self._ranks,
-                self._run_id,
+                self._clock,
+                threads=threads,
+                storage_options=storage_options,
+                staging_dir=staging_dir,
+                staging_bytes=staging_bytes,
+            )
+            self._where = run.root.location
+            self._calls = OneCall(self._where)
+            self._lease = run.lease
+            self._state = AppState(state, self._ranks.rank)
+            self._run_history = RunHistory(
+                run,
                 Retention(
                     keep_last=keep_last,
                     keep_every=keep_every,
                     keep_epochs_of_steps=steps_per_epoch if keep_epochs else None,
                 ),
-                threads=threads,
-                clock=self._clock,
             )
             self._restorer = Restorer(
-                self._root,
-                self._ranks,
-                self._state,
-                self._lease,
-                self._clock,
-                copies=self._copies,
-                share_reads=share_reads,
-                threads=threads,
-                allow_pickle=allow_pickle,
+                run, self._state, share_reads=share_reads, allow_pickle=allow_pickle
             )
             self._planner = CheckFreqSavePlanner(allow_pickle=allow_pickle, clock=self._clock)
             self._parts = Registered(
@@ -221,13 +176,12 @@ class Checkpointer:
             self._times = StepTimer(self._clock, gpu=self._state.gpu())
             self._guard = Guard(
                 self._state.optimizers(),
-                raise_errors=self._raise_errors and self._ranks.is_alone,
+                raise_errors=on_error == "raise" and self._ranks.is_alone,
                 around_update=self._times,
             )
-            self._schedule: SaveSchedule
             if every is None:
-                self._schedule = tuned_schedule(
-                    self._root,
+                self._schedule: SaveSchedule = tuned_schedule(
+                    run.root,
                     self._ranks,
                     self._state.describe(),
                     max_overhead=max_overhead,
@@ -239,14 +193,17 @@ class Checkpointer:
                 self._schedule = FixedSchedule(every, mode or Mode.CPU)
             self._gate = Gate()
             self._saver = Saver(
-                self._ranks,
-                self._gate,
-                self._guard,
-                self._planner,
-                self._clock,
-                before_writing=self._lease.renew_quietly,
-                after_publishing=_published(self._run_history, self._schedule),
-                decide=self._schedule.decide,
+                run, self._gate, self._guard, self._planner, self._run_history, self._schedule
+            )
+            self._loop = SaveLoop(
+                run,
+                self._saver,
+                self._schedule,
+                self._times,
+                self._parts,
+                self._run_history,
+                raise_errors=on_error == "raise",
+                max_failures=max_failures,
             )
             self._stopping = Stopping(
                 self._gate,
@@ -254,17 +211,12 @@ class Checkpointer:
                 self._clock,
                 signals=preempt_signals,
                 grace_s=grace_s,
-                key=f"checkfreq/{self._run_id}",
+                key=f"checkfreq/{run.id}",
             )
-            self._saves_begun = 0
-            self._measured = Measured(Mode.CPU)  # the last save
-            self._history: deque[SaveRecord] = deque(maxlen=_HISTORY)
             self._closed = False
             self.step = 0
-            self.last_saved_step: int | None = None
-            self.failures_in_a_row = 0
         self._pid = os.getpid()
-        self._is_closed = close_at_exit(self, Checkpointer._close, place=place)
+        self._is_closed = close_at_exit(self, Checkpointer._close, place=run.place)
         self._holdings = Holdings(
             self._guard, self._stopping, self._saver, self._lease, self._ranks
         )
@@ -278,7 +230,17 @@ class Checkpointer:
     @property
     def history(self) -> Sequence[SaveRecord]:
         """The last saves that have ended, oldest first."""
-        return tuple(self._history)
+        return tuple(self._loop.history)
+
+    @property
+    def last_saved_step(self) -> int | None:
+        """The last published step of this run, or the one that it was restored from."""
+        return self._loop.last_step
+
+    @property
+    def failures_in_a_row(self) -> int:
+        """How many saves have failed since the last published one."""
+        return self._loop.failures_in_a_row
 
     # --- restoring ---
 
@@ -324,7 +286,7 @@ class Checkpointer:
         options.check(options.RESTORE, locals())
         self._check_open()
         self._saver.wait()
-        self._finish_in_flight()
+        self._loop.finish_in_flight()
         with contextlib.suppress(SnapshotFailed):  # reported with its save
             self._guard.wait()
         with self._ranks.region("restoring"):
@@ -336,13 +298,13 @@ class Checkpointer:
                 selection=Selection(only, optional, rename or {}, strict),
             )
             self._run_history.go_on_from(choice)
-            self.last_saved_step = None if restored is None else restored.step
+            self._loop.last_step = None if restored is None else restored.step
             self.step = self.last_saved_step or 0
             self._gate.start_from(self.step)
             self._times.take()  # what came before was not training
             self._stopping.watch(self)
         if unfinished is not None:
-            self._finish(unfinished)
+            self._loop.begin_finishing(unfinished.record.step, self._restorer.finish(unfinished))
         return restored
 
     # --- training ---
@@ -367,22 +329,11 @@ class Checkpointer:
         self._stopping.watch(self)
         self._gate.pass_step(done)
         self.step = done
-        self._schedule.step_done()
         try:
-            if not self._saver.is_busy:
-                self._parts.check_optimizers_once()
-            ended = self._saver.take_result(done)
-            if ended is not None:
-                self._act_on(ended)
+            self._loop.step_done(done)
             if self._stopping.is_due(done):
                 self._stop()
-            if self._schedule.is_due(done):
-                begun_s = self._clock.monotonic_s()
-                self._finish_in_flight()  # which may have changed the interval
-                if self._schedule.is_due(done):
-                    self._save(begun_s)
-                else:
-                    self._times.add_save_wait()
+            self._loop.save_if_due(done)
         finally:
             self._times.exit(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
 
@@ -400,18 +351,12 @@ class Checkpointer:
                 passes, with `ReplicasDiffer`. Small tensors and other values are always compared.
         """
         options.check(options.SAVE, locals())
+        self._check_open()
         self._times.pause()
         try:
-            begun_s = self._clock.monotonic_s()
-            self._finish_in_flight()
             if check_replicas:
                 self._planner.check_tensors_once()
-            self._save(begun_s)
-            if wait:
-                self._times.start_wait()
-                self._saver.wait()
-                self._measured.blocked_s = self._clock.monotonic_s() - begun_s
-                self._finish_in_flight(must_raise=True)
+            self._loop.save(self.step, wait=wait)
         finally:
             self._times.resume(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
 
@@ -430,80 +375,7 @@ class Checkpointer:
         On rank 0 until the checkpoints that are not to be kept are removed, too.
         """
         self._saver.wait()
-        self._finish_in_flight()
-
-    # --- saving ---
-
-    def _save(self, begun_s: float) -> None:
-        self._check_open()
-        if self.last_saved_step == self.step:
-            return
-        step = self.step
-        laps = self._times.take()
-        measured = Measured(self._schedule.mode, self._schedule.interval_steps)
-        profile = self._schedule.wants_profile
-        # The interval before the second save holds the first one, whose buffers were cold.
-        is_first = self._saves_begun < 2
-        gpu_bytes = self._state.gpu_memory_bytes() if profile else (0, 0)
-        times = self._times  # what is in flight does not keep this object alive
-
-        def facts() -> Facts:
-            return facts_of(times.resolve(laps), measured, gpu_bytes, is_first=is_first)
-
-        self._saver.begin(
-            step,
-            self._parts.capture,
-            lambda: self._run_history.writer(step),
-            measured=measured,
-            profile=profile,
-            facts=facts,
-        )
-        self._measured = measured
-        self._saves_begun += 1
-        self._schedule.save_started()
-        measured.blocked_s = self._clock.monotonic_s() - begun_s
-
-    def _finish(self, unfinished: Unfinished) -> None:
-        """Upload and publish in the background what was restored from the local disks."""
-        copies, clock, lease = self._copies, self._clock, self._lease
-        assert copies is not None
-        measured = self._measured = Measured(self._schedule.mode)
-
-        def finish() -> None:
-            begun_s = clock.monotonic_s()
-            copies.finish(unfinished, lease.renew_quietly)
-            measured.persist_s = clock.monotonic_s() - begun_s
-
-        self._saver.begin_finishing(unfinished.record.step, finish, measured)
-
-    def _finish_in_flight(self, *, must_raise: bool = False) -> None:
-        ended = self._saver.wait_result()
-        if ended is not None:
-            self._act_on(ended, must_raise=must_raise)
-
-    def _act_on(self, ended: Ended, *, must_raise: bool = False) -> None:
-        """Act on the end of a save; all ranks do so at the same step."""
-        self._schedule.apply(ended.decision)
-        if self._schedule.mode is not Mode.GPU:
-            drop_device_pools()  # in which the profile has tried a copy
-        waited_s = self._times.waited_s()
-        self._history.append(SaveRecord.of(self._measured, ended, waited_s))
-        error = ended.error
-        if error is None:
-            if self._ranks.rank == 0:
-                _log.info("step %d saved: %s", ended.step, told(self._history[-1]))
-            self.last_saved_step = ended.step
-            self.failures_in_a_row = 0
-            return
-        self.failures_in_a_row += 1
-        if self._raise_errors or must_raise or isinstance(error, RankLost):
-            raise error
-        if self.failures_in_a_row >= self._max_failures:
-            raise TooManyFailures(
-                self._root.location,
-                f"the last {self.failures_in_a_row} saves failed; last published step: "
-                f"{self.last_saved_step}; last error: {text_of(error)}",
-            ) from error
+        self._loop.finish_in_flight()
 
     # --- stopping ---
 
@@ -515,14 +387,10 @@ class Checkpointer:
         self._stopping.preempt()
 
     def _stop(self) -> None:
-        def last_took_s() -> float:
-            last = self._history[-1] if self._history else None
-            return 0.0 if last is None else last.copy_s + last.persist_s
-
         job = FinalActions(
-            settle=self._finish_in_flight,
+            settle=self._loop.finish_in_flight,
             save=lambda: self.save(wait=True),
-            takes_s=last_took_s,
+            takes_s=self._loop.last_took_s,
             saved=lambda: self.last_saved_step,
             close=self.close,
         )
@@ -548,13 +416,13 @@ class Checkpointer:
             self._guard.close()
             return
         try:
-            self._finish_in_flight(must_raise=True)
+            self._loop.finish_in_flight(must_raise=True)
         finally:
             self._holdings.close()
 
     def _check_open(self) -> None:
         if self._closed:
-            raise SaveFailed(self._root.location, "this Checkpointer is closed")
+            raise SaveFailed(self._where, "this Checkpointer is closed")
 
     def _give_back(self) -> None:
         """Undo a constructor that has failed, on this rank or another."""
@@ -577,13 +445,3 @@ class Checkpointer:
                 raise
             # Of whatever class it is, the user's own error must come out.
             report(_log.error, "while leaving because of another error: %s", text_of(failed))
-
-
-def _published(run_history: RunHistory, schedule: SaveSchedule) -> Callable[[int], None]:
-    """Return what rank 0 does in the background when a save has ended: nothing waits for it."""
-
-    def clean_up(step: int) -> None:
-        run_history.apply_retention(step)
-        schedule.store()
-
-    return clean_up

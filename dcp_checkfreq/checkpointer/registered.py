@@ -55,6 +55,10 @@ class Registered:
             self._state.check(allow_pickle=self._allow_pickle, names=names)
         self._optimizers_are_checked = True
 
+    def gpu_memory_bytes(self) -> tuple[int, int]:
+        """Return how much GPU memory is in use where the parts are, and how much there is."""
+        return self._state.gpu_memory_bytes()
+
     def capture(self) -> dict[str, Any]:
         """Return the state to save."""
         state = self._state.capture()

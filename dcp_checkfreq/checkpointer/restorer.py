@@ -7,10 +7,11 @@ import functools
 import logging
 import os
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from dcp_checkfreq.checkpointer.run import Run
 from dcp_checkfreq.dcp.reader import CheckFreqReader
 from dcp_checkfreq.dcp.wanted_planner import WantedPlanner
 from dcp_checkfreq.errors import (
@@ -23,7 +24,6 @@ from dcp_checkfreq.errors import (
 )
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.torch_private import dcp_load
-from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.recovery.choose import (
     Choice,
@@ -34,14 +34,13 @@ from dcp_checkfreq.recovery.choose import (
 )
 from dcp_checkfreq.recovery.clean import clean_root
 from dcp_checkfreq.recovery.files import content_of
-from dcp_checkfreq.recovery.lease import LeaseFile, RunLease
+from dcp_checkfreq.recovery.lease import RunLease
 from dcp_checkfreq.recovery.root_check import is_read_only
 from dcp_checkfreq.recovery.root_id import make_root_id
 from dcp_checkfreq.recovery.scan import Depth
-from dcp_checkfreq.runtime.clock import Clock
 from dcp_checkfreq.runtime.told import Wrap
 from dcp_checkfreq.staging.resume_upload import LocalCopies
-from dcp_checkfreq.staging.staged_tier import noted
+from dcp_checkfreq.staging.staged_tier import StagedTier, noted
 from dcp_checkfreq.staging.unfinished import Unfinished
 from dcp_checkfreq.state.app_state import AppState
 from dcp_checkfreq.state.differences import Differences
@@ -73,38 +72,26 @@ class Restorer:
     """Chooses on rank 0, and loads on all ranks.
 
     Args:
-        root: folder of the run.
-        ranks: of this job.
+        run: that restores.
         state: to fill.
-        lease: of this run on the root.
-        clock: for the time it takes.
-        copies: what is on the local disks, if they are used.
         share_reads: see `CheckFreqReader`.
-        threads: shard files that a rank reads at once.
         allow_pickle: unpickle values that run code.
     """
 
-    def __init__(
-        self,
-        root: Tier,
-        ranks: Ranks,
-        state: AppState,
-        lease: LeaseFile,
-        clock: Clock,
-        *,
-        copies: LocalCopies | None = None,
-        share_reads: bool = False,
-        threads: int,
-        allow_pickle: bool,
-    ) -> None:
-        self._root = root
-        self._ranks = ranks
+    def __init__(self, run: Run, state: AppState, *, share_reads: bool, allow_pickle: bool) -> None:
+        self._root, self._ranks, self._lease, self._clock = (
+            run.root,
+            run.ranks,
+            run.lease,
+            run.clock,
+        )
+        self._threads = run.threads
         self._state = state
-        self._lease = lease
-        self._clock = clock
-        self._copies = copies
+        self._copies: LocalCopies | None = None  # what is on the local disks, if they are used
+        if isinstance(run.root, StagedTier):
+            self._copies = LocalCopies(run.root, run.ranks, threads=run.threads)
+            self._copies.belong_to_root()
         self._share_reads = share_reads
-        self._threads = threads
         self._allow_pickle = allow_pickle
         self._beside: RunLease | None = None  # another run that may be at work there; on rank 0
         self.bytes_read = self.bytes_received = 0  # of the last load
@@ -178,6 +165,15 @@ class Restorer:
                 tuple(done.absent),
             )
             return choice, restored, local
+
+    def finish(self, unfinished: Unfinished) -> Callable[[], None]:
+        """Return what uploads and publishes what was restored from the local disks.
+
+        All ranks call what is returned, in the background; it raises `SaveFailed`, and then what
+        was restored stays on the local disks.
+        """
+        assert self._copies is not None
+        return functools.partial(self._copies.finish, unfinished, self._lease.renew_quietly)
 
     def _tell_fresh(self, choice: Choice, *, as_asked: bool) -> None:
         if self._ranks.rank != 0:

@@ -6,12 +6,12 @@ import functools
 import logging
 from collections import deque
 
+from dcp_checkfreq.checkpointer.run import Run
 from dcp_checkfreq.dcp.rank_save import OfRun
 from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import RecoveryFailed, SaveFailed, StepsExist, WriteFailed
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Lineage
-from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.recovery.choose import Choice
 from dcp_checkfreq.recovery.clean import KnownSteps, delete_step
@@ -21,63 +21,26 @@ from dcp_checkfreq.recovery.retention import Retention, select_expired
 from dcp_checkfreq.recovery.root_id import readable_id_of_root
 from dcp_checkfreq.recovery.root_watch import RootWatch
 from dcp_checkfreq.recovery.scan import examine, scan
-from dcp_checkfreq.runtime.clock import Clock
-from dcp_checkfreq.runtime.process_end import open_at
 from dcp_checkfreq.staging.staged_tier import noted
-from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
-
-
-def place_of(root: Tier) -> str:
-    """Return what tells the folder of a run from all others in this process; warn of those in it.
-
-    What is at work there is a `Checkpointer`, as far as `close_at_exit` knows of this place.
-    """
-    is_ours = type(root).__module__.startswith("dcp_checkfreq.storage")
-    place = root.location if is_ours else f"{root.location}#{id(root)}"
-    for other in open_at(place):
-        _log.warning(
-            "%s: another Checkpointer of this process saves there and is not closed; it is at step "
-            "%d. Close it first: each refuses to replace what the other has saved",
-            *(root.location, other.step),
-        )
-    return place
 
 
 class RunHistory:
     """What a run may write, replace and delete under its root.
 
     Args:
-        root: folder of the run.
-        ranks: of this job.
-        run_id: of this run, for what it saves before it restores: each restore makes a new one.
+        run: whose steps they are.
         rule: what to keep.
-        threads: shard files that a rank writes at once.
-        clock: for what copies cost.
     """
 
-    def __init__(
-        self,
-        root: Tier,
-        ranks: Ranks,
-        run_id: str,
-        rule: Retention,
-        *,
-        threads: int,
-        clock: Clock,
-    ) -> None:
-        self._root = root
-        self._ranks = ranks
-        self._run_id = run_id
-        self._rule = rule
-        self._threads = threads
-        self._clock = clock
+    def __init__(self, run: Run, rule: Retention) -> None:
+        self._run, self._root, self._rule = run, run.root, rule
         self._lineage: Lineage | None = None  # known once it is clear what this run resumes from
         self._kept: dict[int, Kept] = {}  # on rank 0: what retention looks after
         # By step: the save that is cleaned up after, and the one that is in flight by then.
         self._writers: deque[tuple[int, CheckFreqWriter]] = deque(maxlen=2)
-        self._watch = RootWatch(root)  # on rank 0
+        self._watch = RootWatch(run.root)  # on rank 0
 
     def go_on_from(self, choice: Choice) -> None:
         """Take note of what was restored, or that the run starts from nothing."""
@@ -96,13 +59,13 @@ class RunHistory:
             StepsExist: the run has restored nothing, and the root holds another run's steps.
         """
         if self._lineage is None:
-            self._ranks.on_rank_0(self._refuse_foreign_steps)
-            self._lineage = Lineage(run_id=self._run_id)
+            self._run.ranks.on_rank_0(self._refuse_foreign_steps)
+            self._lineage = Lineage(run_id=self._run.id)
         writer = CheckFreqWriter(
             self._root.child(names.step_folder(step)),
-            threads=self._threads,
+            threads=self._run.threads,
             allow_pickle=True,  # the planner of a `Checkpointer` has looked at every value
-            clock=self._clock,
+            clock=self._run.clock,
             _of_run=OfRun(
                 lineage=self._lineage,
                 uploads_later=True,
@@ -138,7 +101,7 @@ class RunHistory:
 
     def _refuse_foreign_steps(self) -> None:
         asking = Asking(
-            self._ranks.watchdog, functools.partial(RecoveryFailed, self._root.location)
+            self._run.ranks.watchdog, functools.partial(RecoveryFailed, self._root.location)
         )
         root = noted(self._root, asking.moved)
         records = asking.run(lambda: scan(root), "looking for steps", self._root.location)

@@ -24,7 +24,9 @@ from dcp_checkfreq.checkpointer.background_save import (
     save_failed,
     write_and_publish,
 )
-from dcp_checkfreq.checkpointer.save_meeting import Decide, meet
+from dcp_checkfreq.checkpointer.run import Run
+from dcp_checkfreq.checkpointer.run_history import RunHistory
+from dcp_checkfreq.checkpointer.save_meeting import meet
 from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner
 from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import (
@@ -34,10 +36,9 @@ from dcp_checkfreq.errors import (
 )
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.save_record import Ended, Measured
-from dcp_checkfreq.ranks.collectives import Ranks
+from dcp_checkfreq.policy.save_schedule import SaveSchedule
 from dcp_checkfreq.ranks.patience import give_up_if_stuck, wait_for
 from dcp_checkfreq.ranks.step_gate import Gate
-from dcp_checkfreq.runtime.clock import Clock
 from dcp_checkfreq.runtime.crew import Crew, Task
 from dcp_checkfreq.runtime.gil_switch_interval import quick_switching
 from dcp_checkfreq.runtime.outcome import (
@@ -69,37 +70,30 @@ class Saver:
     """Carries out one save at a time.
 
     Args:
-        ranks: of this job. Its group is used by the background thread during a save; the training
-            thread may use it only when none is in flight.
+        run: whose saves they are. The group of its ranks is used by the background thread during a
+            save; the training thread may use it only when none is in flight. Its lease is renewed
+            in the background before a save is written.
         gate: that the training thread passes.
         guard: of the optimizers.
         planner: kept over all saves.
-        clock: for what saves cost.
-        before_writing: called on rank 0 in the background; must not raise.
-        after_publishing: called on rank 0 with the step, in the background, when the save has
-            ended already: the next one may begin, but is written later. What it raises is logged.
-        decide: called on rank 0 at the end of a save with the step, and what every rank's
-            ``facts`` returned, in rank order.
+        run_history: removes old checkpoints on rank 0, in the background, when the save has ended
+            already: the next one may begin, but is written later.
+        schedule: decides on rank 0 at the end of a save; keeps what it learned as checkpoints are
+            removed.
     """
 
     def __init__(
         self,
-        ranks: Ranks,
+        run: Run,
         gate: Gate,
         guard: Guard,
         planner: CheckFreqSavePlanner,
-        clock: Clock,
-        *,
-        before_writing: Callable[[], None],
-        after_publishing: Callable[[int], None],
-        decide: Decide,
+        run_history: RunHistory,
+        schedule: SaveSchedule,
     ) -> None:
-        self._ranks, self._gate, self._guard = ranks, gate, guard
-        self._planner = planner
-        self._clock = clock
-        self._before_writing = before_writing
-        self._after_publishing = after_publishing
-        self._decide = decide
+        self._ranks, self._clock, self._lease = run.ranks, run.clock, run.lease
+        self._gate, self._guard, self._planner = gate, guard, planner
+        self._run_history, self._schedule = run_history, schedule
         self._crew = Crew(1, "checkfreq-save")  # one: collectives must not interleave
         self._planned: Structure | None = None  # of the state that the kept plan is for
         self._job: BackgroundWork | None = None
@@ -108,7 +102,7 @@ class Saver:
         self._retiring: Task[None] | None = None
         self._gave_up = False
         self._pid = os.getpid()
-        planner.expect_ranks(ranks.world_size)
+        planner.expect_ranks(run.ranks.world_size)
         watch(self)
 
     # --- on the training thread ---
@@ -430,12 +424,12 @@ class Saver:
             # Now, not only when the loop comes to ask: it may never come.
             report(_log.error, "step %d %s: %s", job.step, fate(error), text_of(error))
         try:
-            meet(job, error, self._ranks, self._gate, self._decide)
+            meet(job, error, self._ranks, self._gate, self._schedule.decide)
         except BaseException as failed:  # noqa: BLE001
             job.ended = Ended(job.step, 0, as_ours(error or failed, save_failed(job.step)), None)
 
     def _write(self, job: SaveInFlight) -> None:
-        write_and_publish(job, self._ranks, self._clock, self._before_writing)
+        write_and_publish(job, self._ranks, self._clock, self._lease.renew_quietly)
         self._planned = job.structure
 
     def _begin_cleaning(self, step: int) -> None:
@@ -444,7 +438,8 @@ class Saver:
     def _clean_up(self, step: int) -> None:
         try:
             with self._ranks.asking("removing what is not kept"):
-                self._after_publishing(step)
+                self._run_history.apply_retention(step)
+                self._schedule.store()
         except Exception:  # noqa: BLE001  nothing of it concerns the training
             report(_log.exception, "step %d is saved; cleaning up after it failed", step)
 

@@ -47,7 +47,10 @@ class FinalActions:
 class Owner(Protocol):
     """What knows how far the job is: a `Checkpointer`."""
 
-    last_saved_step: int | None
+    @property
+    def last_saved_step(self) -> int | None:
+        """The last published step."""
+        ...
 
 
 class _Stepping(threading.local):

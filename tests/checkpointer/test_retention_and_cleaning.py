@@ -36,7 +36,7 @@ def test_removing_old_checkpoints_holds_up_no_step_and_is_over_after_wait():
     with Checkpointer(gate, counter(), every=1, keep_last=1) as ckpt:
         for _ in range(2):
             ckpt.after_step()
-            ckpt._finish_in_flight()  # as the next save does
+            ckpt._loop.finish_in_flight()  # as the next save does
         gate.wait_until_held()  # step 1 is being removed
         ckpt.after_step()  # saves step 3 nevertheless, which is written later
         assert ckpt.last_saved_step == 2

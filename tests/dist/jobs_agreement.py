@@ -458,7 +458,7 @@ def a_failed_decision_at_one_step(shared):
     def decide(step, ranks):
         raise ZeroDivisionError("this rule has a bug")
 
-    ckpt._saver._decide = decide  # that of rank 0 is asked
+    ckpt._schedule.decide = decide  # that of rank 0 is asked
     while ckpt.step < 60 or (not raised and ckpt.step < 3000):  # a busy machine saves slowly
         time.sleep(chance.choice([0.0, 0.001, 0.004]))
         try:

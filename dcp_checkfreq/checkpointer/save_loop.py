@@ -1,0 +1,193 @@
+"""Saving in a training loop: when a save is due it is begun, and its end is acted on and kept."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+
+from dcp_checkfreq.checkpointer.registered import Registered
+from dcp_checkfreq.checkpointer.run import Run
+from dcp_checkfreq.checkpointer.run_history import RunHistory
+from dcp_checkfreq.checkpointer.saver import Saver
+from dcp_checkfreq.errors import RankLost, TooManyFailures
+from dcp_checkfreq.policy.interval import Mode
+from dcp_checkfreq.policy.save_record import Ended, Measured, SaveRecord, told
+from dcp_checkfreq.policy.save_schedule import Facts, SaveSchedule, facts_of
+from dcp_checkfreq.policy.step_timer import StepTimer
+from dcp_checkfreq.runtime.told import text_of
+from dcp_checkfreq.snapshot.pool import drop_device_pools
+
+_log = logging.getLogger(__name__)
+
+_HISTORY = 1000  # saves that are remembered
+
+
+class SaveLoop:
+    """Begins the saves of a run and acts on their ends, on all ranks at the same step.
+
+    All ranks make the same calls, on the thread that trains.
+
+    Args:
+        run: whose saves they are.
+        saver: carries saves out.
+        schedule: says when one is due, and how to copy.
+        times: of the iterations between them.
+        parts: what is saved.
+        run_history: says where.
+        raise_errors: raise the error of every save that failed.
+        max_failures: this many failures in a row are raised in any case.
+
+    Attributes:
+        history: the last saves that have ended, oldest first.
+        last_step: the last published one, or the one that the run resumes from.
+        failures_in_a_row: since the last published one.
+    """
+
+    def __init__(
+        self,
+        run: Run,
+        saver: Saver,
+        schedule: SaveSchedule,
+        times: StepTimer,
+        parts: Registered,
+        run_history: RunHistory,
+        *,
+        raise_errors: bool,
+        max_failures: int,
+    ) -> None:
+        self._saver, self._schedule, self._times = saver, schedule, times
+        self._parts, self._run_history = parts, run_history
+        self._run, self._clock = run, run.clock
+        self._raise_errors, self._max_failures = raise_errors, max_failures
+        self._begun = 0
+        self._measured = Measured(Mode.CPU)  # the last save
+        self.history: deque[SaveRecord] = deque(maxlen=_HISTORY)
+        self.last_step: int | None = None
+        self.failures_in_a_row = 0
+
+    # --- from step to step ---
+
+    def step_done(self, step: int) -> None:
+        """Count an iteration, and act on the end of a save that all ranks know of by ``step``.
+
+        Raises:
+            CheckFreqError: see `finish_in_flight`.
+        """
+        self._schedule.step_done()
+        if not self._saver.is_busy:
+            self._parts.check_optimizers_once()
+        ended = self._saver.take_result(step)
+        if ended is not None:
+            self._act_on(ended)
+
+    def save_if_due(self, step: int) -> None:
+        """Save ``step`` if the schedule says so, after the save before."""
+        if not self._schedule.is_due(step):
+            return
+        begun_s = self._clock.monotonic_s()
+        self.finish_in_flight()  # which may have changed the interval
+        if self._schedule.is_due(step):
+            self._begin(step, begun_s)
+        else:
+            self._times.add_save_wait()
+
+    def save(self, step: int, *, wait: bool) -> None:
+        """Save ``step`` now, after the save before.
+
+        Args:
+            step: that is done.
+            wait: return only when it is published, and raise if it is not.
+        """
+        begun_s = self._clock.monotonic_s()
+        self.finish_in_flight()
+        self._begin(step, begun_s)
+        if wait:
+            self._times.start_wait()
+            self._saver.wait()
+            self._measured.blocked_s = self._clock.monotonic_s() - begun_s
+            self.finish_in_flight(must_raise=True)
+
+    def finish_in_flight(self, *, must_raise: bool = False) -> None:
+        """Wait for the save in flight, if there is one, and act on its end.
+
+        Args:
+            must_raise: raise its error, whatever is done with the errors of others.
+
+        Raises:
+            SaveFailed: it failed, and that is raised.
+            TooManyFailures: so did those before it.
+            RankLost: another rank has died.
+        """
+        ended = self._saver.wait_result()
+        if ended is not None:
+            self._act_on(ended, must_raise=must_raise)
+
+    def last_took_s(self) -> float:
+        """Return how long the last save took, from the copy to its publication."""
+        last = self.history[-1] if self.history else None
+        return 0.0 if last is None else last.copy_s + last.persist_s
+
+    # --- one save ---
+
+    def _begin(self, step: int, begun_s: float) -> None:
+        if self.last_step == step:
+            return
+        laps = self._times.take()
+        measured = Measured(self._schedule.mode, self._schedule.interval_steps)
+        profile = self._schedule.wants_profile
+        # The interval before the second save holds the first one, whose buffers were cold.
+        is_first = self._begun < 2
+        gpu_bytes = self._parts.gpu_memory_bytes() if profile else (0, 0)
+        times = self._times  # what is in flight does not keep this object alive
+
+        def facts() -> Facts:
+            return facts_of(times.resolve(laps), measured, gpu_bytes, is_first=is_first)
+
+        self._saver.begin(
+            step,
+            self._parts.capture,
+            lambda: self._run_history.writer(step),
+            measured=measured,
+            profile=profile,
+            facts=facts,
+        )
+        self._measured = measured
+        self._begun += 1
+        self._schedule.save_started()
+        measured.blocked_s = self._clock.monotonic_s() - begun_s
+
+    def begin_finishing(self, step: int, finish: Callable[[], None]) -> None:
+        """Have ``finish`` publish, in the background, what an earlier process has saved."""
+        measured, clock = Measured(self._schedule.mode), self._clock
+        self._measured = measured
+
+        def timed() -> None:
+            begun_s = clock.monotonic_s()
+            finish()
+            measured.persist_s = clock.monotonic_s() - begun_s
+
+        self._saver.begin_finishing(step, timed, measured)
+
+    def _act_on(self, ended: Ended, *, must_raise: bool = False) -> None:
+        self._schedule.apply(ended.decision)
+        if self._schedule.mode is not Mode.GPU:
+            drop_device_pools()  # in which the profile has tried a copy
+        waited_s = self._times.waited_s()
+        self.history.append(SaveRecord.of(self._measured, ended, waited_s))
+        error = ended.error
+        if error is None:
+            if self._run.ranks.rank == 0:
+                _log.info("step %d saved: %s", ended.step, told(self.history[-1]))
+            self.last_step = ended.step
+            self.failures_in_a_row = 0
+            return
+        self.failures_in_a_row += 1
+        if self._raise_errors or must_raise or isinstance(error, RankLost):
+            raise error
+        if self.failures_in_a_row >= self._max_failures:
+            raise TooManyFailures(
+                self._run.root.location,
+                f"the last {self.failures_in_a_row} saves failed; last published step: "
+                f"{self.last_step}; last error: {text_of(error)}",
+            ) from error
