@@ -13,6 +13,7 @@ import torch
 from torch.distributed.checkpoint.metadata import Metadata
 
 from dcp_checkfreq.errors import CheckFreqError, UnsupportedState
+from dcp_checkfreq.runtime.gc_paused import collector_held
 from dcp_checkfreq.state.fsdp1_part import Fsdp1ModulePart, Fsdp1OptimizerPart, is_fsdp1
 from dcp_checkfreq.state.module_part import ModulePart
 from dcp_checkfreq.state.optimizer_part import OptimizerPart
@@ -89,8 +90,9 @@ class AppState:
     def capture(self) -> dict[str, Any]:
         """Return the state dict to save. Tensors are the live ones; each part is asked once."""
         captured: dict[str, Any] = {}
-        for name in self._names():
-            captured |= self._captured(name)
+        with collector_held():
+            for name in self._names():
+                captured |= self._captured(name)
         return captured
 
     def _names(self) -> Iterable[str]:

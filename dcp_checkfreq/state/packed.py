@@ -34,7 +34,8 @@ Make = Callable[[Mapping[str, Any]], Any]
 # Smaller tensors stay in the byte item: a file place of their own would cost more than they hold.
 _OWN_ITEM_FROM_BYTES = 16 << 10
 _AS_IT_IS = frozenset([str, float, bool, type(None), bytes, complex, torch.dtype])
-_LARGEST_INT_BITS = 2000  # those of pickle's LONG1, which is what torch's unpickler knows
+# Pickle's LONG1 holds them, which is what torch's unpickler knows.
+_TOO_LARGE = 1 << 2000
 _SIMPLE = (str, int, bytes, float)
 # What makers of builtin values raise for arguments of other types, and what is nested too deep.
 _MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, AttributeError)
@@ -153,30 +154,33 @@ class _Packer:
     def __init__(self) -> None:
         self.tensors: list[torch.Tensor] = []
         self.is_tagged = False
-        # By identity, and whether it is to be hashed: what was packed, which must stay alive.
-        self._known: dict[tuple[int, bool], tuple[object, Any]] = {}
+        # By identity: what was packed, which must stay alive, and what of it was made.
+        self._known: dict[int, tuple[object, Any]] = {}
+        self._known_keys: dict[int, tuple[object, Any]] = {}  # what is to be hashed
 
     def packed(self, value: Any, is_key: bool = False) -> Any:
         kind = type(value)
         if kind in _AS_IT_IS:
             return value
         if kind is int:
-            large = value.bit_length() > _LARGEST_INT_BITS
-            return self._tag("int", format(value, "x")) if large else value
-        place = id(value), is_key
-        known = self._known.get(place)
+            is_large = not -_TOO_LARGE < value < _TOO_LARGE
+            return self._tag("int", format(value, "x")) if is_large else value
+        known_ones = self._known_keys if is_key else self._known
+        known = known_ones.get(id(value))
         if known is None:
-            self._known[place] = value, _Packer
-            known = self._known[place] = value, self._made(kind, value, is_key)
+            known_ones[id(value)] = value, _Packer
+            known = known_ones[id(value)] = value, self._made(kind, value, is_key)
         elif known[1] is _Packer:
             raise RecursionError("it holds itself")
         return known[1]
 
     def _made(self, kind: type, value: Any, is_key: bool) -> Any:
-        if kind in (dict, list) and not is_key:
-            return self._items(kind, value)
+        if kind is dict and not is_key:
+            return self._dict(value)
+        if kind is list and not is_key:
+            return self._list(value)
         if kind is tuple:
-            items = self._tuple(value, is_key)
+            items = tuple(self._list(value, is_key))
             is_like_ours = bool(items) and type(items[0]) is str and items[0] in (MARK, _SLOT)
             return self._tag("tuple", items) if is_like_ours else items
         if kind in (set, frozenset):
@@ -196,25 +200,24 @@ class _Packer:
         self.is_tagged = True
         return (MARK, kind, *content)
 
-    def _items(self, kind: type, value: Any) -> Any:
-        if kind is list:
-            made = []
-            for inner in value:
-                made.append(self.packed(inner))  # noqa: PERF401  a frame less for each level
-            return made
-        return self._dict(value)
+    # These ask for the most common types first: most of what a large value holds is a leaf. They
+    # are loops, as a comprehension is a frame more for each level of nesting.
+
+    def _list(self, value: Any, is_key: bool = False) -> list[Any]:
+        made = []
+        for inner in value:
+            made.append(inner if type(inner) in _AS_IT_IS else self.packed(inner, is_key))  # noqa: PERF401
+        return made
+
+    def _tuple(self, value: Any, is_key: bool) -> tuple[Any, ...]:
+        return tuple(self._list(value, is_key))
 
     def _dict(self, value: Mapping[Any, Any]) -> dict[Any, Any]:
         made = {}
         for key, inner in value.items():
-            made[self.packed(key, True)] = self.packed(inner)
+            hashed = key if type(key) in _AS_IT_IS else self.packed(key, True)
+            made[hashed] = inner if type(inner) in _AS_IT_IS else self.packed(inner)
         return made
-
-    def _tuple(self, value: Any, is_key: bool) -> tuple[Any, ...]:
-        made = []
-        for inner in value:
-            made.append(self.packed(inner, is_key))  # noqa: PERF401  the same
-        return tuple(made)
 
     def _set(self, kind: Any, value: Any, is_key: bool) -> Any:
         """The order of a set is that of hashes, which differ between processes."""
@@ -267,7 +270,7 @@ class _Packer:
         return value if name is None else self._tag("defaultdict", name, self._dict(value))
 
     def _deque(self, value: collections.deque[Any]) -> Any:
-        return self._tag("deque", self._items(list, value), value.maxlen)
+        return self._tag("deque", self._list(value), value.maxlen)
 
     def _chain(self, value: collections.ChainMap[Any, Any]) -> Any:
         return self._tag("ChainMap", self.packed(value.maps))

@@ -178,6 +178,34 @@ def test_tensors_inside_of_objects_are_copied_too(pool):
     assert got["same"].tolist() == [1, 1, 1]
 
 
+def linked_value():
+    """What is in it twice, what holds itself, and what nobody can change."""
+    one, tensor, fixed = [1], torch.ones(2), (1, "a", (2.0, None))
+    ring: list = [one]
+    ring.append((ring, one))
+    holder = types.SimpleNamespace(one=one, tensor=tensor)
+    return {
+        "one": one,
+        "ring": ring,
+        "holder": holder,
+        "tensor": (tensor, [tensor]),
+        "fixed": fixed,
+    }
+
+
+def test_what_is_in_a_byte_item_twice_is_one_object_in_the_copy(pool):
+    live = linked_value()
+    got = staged({"value": (live,)}, pool)["value"][0]
+    assert got["one"] is got["ring"][0] is got["ring"][1][1] is got["holder"].one
+    assert got["ring"][1][0] is got["ring"]
+    assert got["tensor"][0] is got["tensor"][1][0] is got["holder"].tensor
+    assert got["fixed"] == live["fixed"]
+    live["one"][0] = 2
+    live["tensor"][0].fill_(2)
+    assert got["one"] == [1]
+    assert got["holder"].tensor.tolist() == [1, 1]
+
+
 def test_staging_changes_nothing_of_the_state(pool):
     state = mutable_state()
     before = copy.deepcopy(state)
