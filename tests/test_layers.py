@@ -65,7 +65,7 @@ PURE = {
     "data/order/interleave",
     "data/order/permutation",
     "data/order/position",
-    "data/loaders/trail",
+    "data/wrap/trail",
     "runtime/told",
 }
 IMPURE_STDLIB = {

@@ -1,8 +1,9 @@
-"""Data loaders that go on exactly where training stopped.
+"""Data loaders that resume exactly where training stopped.
 
-`order` says which sample comes when and where a job is in it, `loaders` hand out batches, `sources`
-are what they read, `cache` keeps slow files near, `random` is the random numbers of samples, and
-`dali` the loaders for pipelines of DALI.
+`order` says which sample comes when and where a job is in it, `loaders` hand out batches in that
+order, `sources` are what they read, `wrap` makes loaders of other kinds resume, `dali` holds the
+loaders for pipelines of DALI, `random` the random numbers of samples, and `cache` keeps slow files
+near.
 
 Names are resolved when they are first used, so that NumPy, DALI and pyarrow are only imported by
 those who use them. They are listed in `__init__.pyi`.

@@ -18,7 +18,7 @@ from .loaders.parquet import (
     ResumableParquetLoader as ResumableParquetLoader,
 )
 from .loaders.shards import ResumableStreamLoader as ResumableStreamLoader
-from .loaders.wrap_iterable import ResumableIterator as ResumableIterator
+from .wrap.iterator import ResumableIterator as ResumableIterator
 from .order.cursor import DataStateError as DataStateError
 from .random.per_sample import sample_rng as sample_rng
 from .random.rng_state import (

@@ -15,8 +15,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dcp_checkfreq.data.loaders.content import digest_of
-from dcp_checkfreq.data.loaders.trail import Comparison, Trail, marks
+from dcp_checkfreq.data.wrap.content import digest_of
+from dcp_checkfreq.data.wrap.trail import Comparison, Trail, marks
 
 
 @dataclasses.dataclass
@@ -90,7 +90,7 @@ def test_a_ring_ends():
 
 def test_it_is_the_same_in_a_process_that_hashes_otherwise():
     code = (
-        "import torch; from dcp_checkfreq.data.loaders.content import digest_of\n"
+        "import torch; from dcp_checkfreq.data.wrap.content import digest_of\n"
         "names = {'cat', 'dog', 'eel', 'fox', 'gnu'}\n"
         "print(digest_of({'names': names, **{n: torch.arange(3) for n in names}}))"
     )

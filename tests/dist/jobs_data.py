@@ -162,7 +162,7 @@ def wrapped_otherwise_than_saved(shared):
     heard = []
     handler = logging.Handler(logging.INFO)
     handler.emit = lambda record: heard.append(record.getMessage())
-    logger = logging.getLogger("dcp_checkfreq.data.loaders.wrap_iterable")
+    logger = logging.getLogger("dcp_checkfreq.data.wrap.iterator")
     logger.addHandler(handler)
     logger.setLevel(logging.INFO)
     try:

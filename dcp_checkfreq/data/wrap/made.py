@@ -16,7 +16,7 @@ from torch.utils.data import (
     Subset,
 )
 
-from dcp_checkfreq.data.loaders.content import digest_of
+from dcp_checkfreq.data.wrap.content import digest_of
 
 Made = dict[str, Any]
 

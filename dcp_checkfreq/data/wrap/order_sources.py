@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch.utils.data import DataLoader
 
-from dcp_checkfreq.data.loaders.content import digest_of
 from dcp_checkfreq.data.order.cursor import HasPosition
 from dcp_checkfreq.data.order.permutation import derive, numpy_or_none
 from dcp_checkfreq.data.random.generators import (
@@ -30,6 +29,7 @@ from dcp_checkfreq.data.random.generators import (
     set_state,
     state_of,
 )
+from dcp_checkfreq.data.wrap.content import digest_of
 from dcp_checkfreq.format.torch_private import end_workers
 
 _MAX_OBJECTS = 20_000

@@ -7,20 +7,20 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
-from dcp_checkfreq.data.loaders.content import digest_of
-from dcp_checkfreq.data.loaders.made import (
+from dcp_checkfreq.data.order.permutation import WORKER_STREAM, derive
+from dcp_checkfreq.data.order.position import FORMAT, OnMismatch, short_id
+from dcp_checkfreq.data.order.ranks import resolve
+from dcp_checkfreq.data.random import global_state
+from dcp_checkfreq.data.wrap.content import digest_of
+from dcp_checkfreq.data.wrap.made import (
     differences,
     has_stream,
     made_by,
     made_here,
 )
-from dcp_checkfreq.data.loaders.order_sources import Sources
-from dcp_checkfreq.data.loaders.trail import Comparison, Trail
-from dcp_checkfreq.data.loaders.wrap_state import Saved, check_replayable
-from dcp_checkfreq.data.order.permutation import WORKER_STREAM, derive
-from dcp_checkfreq.data.order.position import FORMAT, OnMismatch, short_id
-from dcp_checkfreq.data.order.ranks import resolve
-from dcp_checkfreq.data.random import global_state
+from dcp_checkfreq.data.wrap.order_sources import Sources
+from dcp_checkfreq.data.wrap.saved import Saved, check_replayable
+from dcp_checkfreq.data.wrap.trail import Comparison, Trail
 from dcp_checkfreq.errors import DataStateError
 
 _log = logging.getLogger(__name__)
