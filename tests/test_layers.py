@@ -65,6 +65,8 @@ PURE = {
     "data/order/interleave",
     "data/order/permutation",
     "data/order/position",
+    "data/order/saved_position",
+    "data/order/turns",
     "data/wrap/trail",
     "runtime/told",
 }

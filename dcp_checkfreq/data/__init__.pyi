@@ -13,10 +13,7 @@ from .dali.native_reader import (
 )
 from .loaders.batch_sampler import ResumableBatchSampler as ResumableBatchSampler
 from .loaders.map_style import ResumableLoader as ResumableLoader
-from .loaders.parquet import (
-    ParquetSource as ParquetSource,
-    ResumableParquetLoader as ResumableParquetLoader,
-)
+from .loaders.parquet import ResumableParquetLoader as ResumableParquetLoader
 from .loaders.shards import ResumableStreamLoader as ResumableStreamLoader
 from .wrap.iterator import ResumableIterator as ResumableIterator
 from .order.cursor import DataStateError as DataStateError
@@ -25,6 +22,7 @@ from .random.rng_state import (
     RNGState as RNGState,
     seed_everything as seed_everything,
 )
+from .sources.parquet_source import ParquetSource as ParquetSource
 from .sources.shard_readers import (
     JsonLinesReader as JsonLinesReader,
     Layout as Layout,

@@ -10,17 +10,8 @@ import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from dcp_checkfreq.data.order.position import (
-    Deal,
-    Fingerprint,
-    Last,
-    Position,
-    accept,
-    batch_per_rank,
-    decode,
-    encode,
-    short_id,
-)
+from dcp_checkfreq.data.order.position import Deal, Last, Position, batch_per_rank
+from dcp_checkfreq.data.order.saved_position import Fingerprint, accept, decode, encode, short_id
 from dcp_checkfreq.errors import DataStateError
 
 FINGERPRINT = Fingerprint(

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dcp_checkfreq.data.order.position import parse, read_number, read_text
+from dcp_checkfreq.data.order.saved_position import parse, read_number, read_text
 from dcp_checkfreq.errors import DataStateError
 
 _ENTRY, _PART = "state", "dali"

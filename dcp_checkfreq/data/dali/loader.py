@@ -13,16 +13,10 @@ from dcp_checkfreq.data.dali.graph import check_fed, random_operators
 from dcp_checkfreq.data.dali.plugin import import_plugin
 from dcp_checkfreq.data.dali.source import LABEL_TYPES, DALISource, names_id
 from dcp_checkfreq.data.order.cursor import Cursor, HandOut, HasPosition
+from dcp_checkfreq.data.order.options import LoaderOptions
 from dcp_checkfreq.data.order.permutation import SHUFFLED
-from dcp_checkfreq.data.order.position import (
-    Deal,
-    Last,
-    OnMismatch,
-    Position,
-    Share,
-    batch_per_rank,
-)
-from dcp_checkfreq.data.order.ranks import resolve
+from dcp_checkfreq.data.order.position import Last, Position, Share
+from dcp_checkfreq.data.order.saved_position import OnMismatch
 from dcp_checkfreq.errors import DataStateError
 
 if TYPE_CHECKING:
@@ -114,17 +108,13 @@ class ResumableDALILoader(HasPosition):
         self._paths = _checked_paths(paths)
         self._labels = _checked_labels(labels, len(self._paths))
         self._nrand = nrand
-        self._place = resolve(rank, world_size)
-        self.batch_size = batch_per_rank(batch_size, global_batch, self._place.world_size)
-        self._cursor = Cursor(
-            Deal(len(self._paths), self.batch_size, self._place.world_size, last),
-            self._place.rank,
-            seed=seed,
-            order=SHUFFLED,
+        options = LoaderOptions(
+            batch_size=batch_size, global_batch=global_batch, seed=seed, last=last, rank=rank,
+            world_size=world_size, on_mismatch=on_mismatch,
             dataset_id=names_id(self._paths) if dataset_id is None else dataset_id,
-            what=_WHAT,
-            on_mismatch=on_mismatch,
-        )
+        )  # fmt: skip
+        self.batch_size = options.per_rank
+        self._cursor = Cursor(options, len(self._paths), SHUFFLED, _WHAT)
         self._dali_rng = dali_rng
         self._told_of_random = False
         # DALI's checkpoint after the last batch handed out; None: that of a new pipeline.
@@ -137,7 +127,7 @@ class ResumableDALILoader(HasPosition):
         Raises:
             ValueError: the pipeline has a reader, or an external source, with an order of its own.
         """
-        self._place.check(_WHAT)
+        self._cursor.check_place()
         if self._feed is None:
             feed = self._new_feed(self._checkpoint)
             feed.begin(self._cursor.position)
@@ -178,7 +168,7 @@ class ResumableDALILoader(HasPosition):
         return add_dali(state, self._dali_state(self._checkpoint)) if self._dali_rng else state
 
     def _dali_state(self, checkpoint: bytes | None) -> DALIState:
-        place, size = self._place, self.batch_size
+        place, size = self._cursor.place, self.batch_size
         return DALIState(
             import_plugin(_WHAT).version, place.rank, place.world_size, size, checkpoint
         )

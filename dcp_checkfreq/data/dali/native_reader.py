@@ -10,14 +10,15 @@ from typing import Any
 from dcp_checkfreq.data.dali.checkpoint import DALIState, add_dali, dali_of
 from dcp_checkfreq.data.dali.graph import check_readers
 from dcp_checkfreq.data.dali.plugin import import_plugin
-from dcp_checkfreq.data.order.position import (
+from dcp_checkfreq.data.order.ranks import resolve
+from dcp_checkfreq.data.order.saved_position import (
     FORMAT,
     parse,
     read_number,
     read_text,
     short_id,
 )
-from dcp_checkfreq.data.order.ranks import resolve
+from dcp_checkfreq.data.order.turns import Turns
 from dcp_checkfreq.errors import DataStateError
 
 _WHAT = "ResumableDALIReader"
@@ -105,7 +106,7 @@ class ResumableDALIReader:
         self._independent = tuple(independent)
         self._place = resolve(rank, world_size)
         self._dataset = short_id(dataset_id)
-        self._generation = 0
+        self._turns = Turns(_WHAT)
         self._use(self._new(None))
 
     def _new(self, checkpoint: bytes | None) -> tuple[Any, Any]:
@@ -154,11 +155,10 @@ class ResumableDALIReader:
         self._place.check(_WHAT)
         if self._is_broken:
             self._use(self._new(self._checkpoint))
-        self._generation += 1
-        return _Iterator(self._next, self._generation, self.steps_left)
+        return _Iterator(self._next, self._turns.begin(), self.steps_left)
 
-    def _next(self, generation: int, *, is_last: bool) -> dict[str, Any]:
-        self._check(generation)
+    def _next(self, turn: int, *, is_last: bool) -> dict[str, Any]:
+        self._turns.check(turn)
         try:
             batch: dict[str, Any] = next(self._iterator)[0]
             if is_last:
@@ -167,20 +167,13 @@ class ResumableDALIReader:
         except BaseException:
             # The batches that follow would no longer be those that are counted.
             self._is_broken = True
-            self._generation += 1
+            self._turns.begin()
             raise
         self._checkpoint = checkpoint
         self.epoch, self.batches = (
             (self.epoch + 1, 0) if is_last else (self.epoch, self.batches + 1)
         )
         return batch
-
-    def _check(self, generation: int) -> None:
-        if generation != self._generation:
-            raise RuntimeError(
-                f"{_WHAT}: this iterator is stale: since it was made it failed, a state was "
-                "loaded, or a newer iterator was made. Take a new one"
-            )
 
     def state_dict(self) -> dict[str, str]:
         """Return the position after the last batch handed out, and DALI's checkpoint, as JSON."""
@@ -226,15 +219,15 @@ class ResumableDALIReader:
             raise DataStateError(_WHAT, f"DALI does not take its checkpoint: {error}") from error
         self._use(made)
         self.epoch, self.batches = epoch, batches
-        self._generation += 1
+        self._turns.begin()
 
 
 class _Iterator:
     """Hands out so many batches."""
 
-    def __init__(self, take: Callable[..., dict[str, Any]], generation: int, left: int) -> None:
+    def __init__(self, take: Callable[..., dict[str, Any]], turn: int, left: int) -> None:
         self._take = take
-        self._generation = generation
+        self._turn = turn
         self._left = left
 
     def __iter__(self) -> _Iterator:
@@ -243,6 +236,6 @@ class _Iterator:
     def __next__(self) -> dict[str, Any]:
         if self._left == 0:
             raise StopIteration
-        batch = self._take(self._generation, is_last=self._left == 1)
+        batch = self._take(self._turn, is_last=self._left == 1)
         self._left -= 1
         return batch

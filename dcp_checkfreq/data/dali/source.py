@@ -7,8 +7,8 @@ import os
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
-from dcp_checkfreq.data.loaders.batch_sampler import Indices
 from dcp_checkfreq.data.order.cursor import Cursor
+from dcp_checkfreq.data.order.epoch_orders import Indices
 from dcp_checkfreq.data.order.permutation import SAMPLE_STREAM, derive
 from dcp_checkfreq.data.order.position import Position, Share
 

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch.utils.data import DataLoader, Dataset
 
 from dcp_checkfreq.data.order.cursor import Cursor, HandOut, HasPosition
+from dcp_checkfreq.data.order.options import LoaderOptions
 from dcp_checkfreq.data.order.permutation import WORKER_STREAM, derive
-from dcp_checkfreq.data.order.position import OnMismatch
-from dcp_checkfreq.data.order.ranks import DataRank
+from dcp_checkfreq.data.order.position import Share, Step
+from dcp_checkfreq.data.random.per_sample import SampleSeeds
+
+Keys = list[tuple[int, list[int]]]  # (epoch, numbers of the items) of one batch, in its order
+Plan = Iterator[tuple[Step, Share]]
 
 
 class TorchLoader(HasPosition):
@@ -21,30 +25,28 @@ class TorchLoader(HasPosition):
     workers would be joined in whatever thread it happens to run in, which may be one of theirs.
 
     Args:
+        options: of the loader.
         cursor: the position.
-        place: this rank.
-        batches: makes one batch of what ``plan`` yields for it. In the workers.
-        plan: what to make batches of, from the position on. Asked ahead of the training.
-        num_workers: processes; they stay alive between epochs.
-        options: of `DataLoader`.
+        batches: makes one batch of what ``feed`` yields for it. In the workers.
+        feed: turns the plan of an epoch into what batches are made of. Asked ahead of the training.
+        of_torch: options of `DataLoader`.
     """
 
     def __init__(
         self,
+        options: LoaderOptions,
         cursor: Cursor,
-        place: DataRank,
         batches: Dataset[Any],
-        plan: Iterable[Any],
-        num_workers: int,
-        options: dict[str, Any],
+        feed: Callable[[Plan], Iterable[Any]],
+        of_torch: Mapping[str, Any],
     ) -> None:
-        self.num_workers = num_workers
+        self.batch_size = options.per_rank
+        self.num_workers = options.num_workers
         self._cursor = cursor
-        self._place = place
         self._batches = batches
-        self._plan = plan
+        self._sampler = _Sampler(cursor, feed)
         # Workers that end with each epoch would lose what they fetched ahead, and start slowly.
-        self._options = {**options, "persistent_workers": num_workers > 0}
+        self._of_torch = {**of_torch, "persistent_workers": options.num_workers > 0}
         self._generator = torch.Generator()
         self._loader: DataLoader[Any] | None = self._new_loader()
 
@@ -52,19 +54,19 @@ class TorchLoader(HasPosition):
         return DataLoader(
             self._batches,
             batch_size=None,  # an item of ours is a batch
-            sampler=self._plan,
+            sampler=self._sampler,
             collate_fn=_as_it_is,
             num_workers=self.num_workers,
             # Without it DataLoader draws from the training's random state at each epoch.
             generator=self._generator,
-            **self._options,
+            **self._of_torch,
         )
 
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over the rest of the epoch; those made before become stale."""
-        self._place.check(type(self).__name__)
-        self._cursor.begin()  # workers that go on begin anew, even if something below fails
-        at, rank = self._cursor.position, self._place.rank
+        self._cursor.check_place()
+        self._cursor.turns.begin()  # workers that go on begin anew, even if something below fails
+        at, rank = self._cursor.position, self._cursor.place.rank
         key = derive(WORKER_STREAM, self._cursor.seed, at.epoch, at.samples, rank)
         self._generator.manual_seed(key >> 1)
         if self._loader is None:
@@ -80,24 +82,39 @@ class TorchLoader(HasPosition):
         """Begin with new workers next time: the old ones may be dead, or a batch ahead."""
         self._loader = None
 
-    def state_dict(self) -> dict[str, str]:
-        """Return the position after the last batch handed out, as JSON; the same on all ranks."""
-        return self._cursor.state_dict()
 
-    def load_state_dict(
-        self, state: Mapping[str, Any], *, on_mismatch: OnMismatch | None = None
-    ) -> None:
-        """Go on from a saved position; iterators made before become stale.
+class _Sampler:
+    """The sampler of `DataLoader`: what it yields goes to the workers."""
 
-        Args:
-            state: of `state_dict`, from any number of ranks, any batch size and workers.
-            on_mismatch: "error" refuses other data in the middle of an epoch, "restart_epoch"
-                starts the epoch anew with a warning; default: as given at construction.
+    def __init__(self, cursor: Cursor, feed: Callable[[Plan], Iterable[Any]]) -> None:
+        self._cursor = cursor
+        self._feed = feed
 
-        Raises:
-            DataStateError: it does not fit. The loader is as it was.
-        """
-        self._cursor.load_state_dict(state, on_mismatch=on_mismatch)
+    def __len__(self) -> int:
+        return self._cursor.steps_left()
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._feed(self._cursor.plan()))
+
+
+class BatchMaker(Dataset[Any]):
+    """Makes one batch of what the sampler yields, under the random numbers of its samples.
+
+    Args:
+        collate: makes the batch.
+        seeds: sets the random numbers.
+    """
+
+    def __init__(self, collate: Callable[[Any], Any], seeds: SampleSeeds) -> None:
+        self._collate = collate
+        self._seeds = seeds
+
+    def _made(self, keys: Keys, samples: Callable[[], Any]) -> Any:
+        with self._seeds.batch():
+            found = samples()
+            epoch, numbers = keys[0]
+            self._seeds.collate(epoch, numbers[0])
+            return self._collate(found)
 
 
 def _as_it_is(batch: Any) -> Any:

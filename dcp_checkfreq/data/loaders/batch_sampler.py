@@ -6,45 +6,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from dcp_checkfreq.data.order.cursor import Cursor, HasPosition
-from dcp_checkfreq.data.order.permutation import (
-    SEQUENTIAL,
-    SHUFFLED,
-    Ahead,
-    order,
-)
-from dcp_checkfreq.data.order.position import (
-    Deal,
-    Last,
-    OnMismatch,
-    Position,
-    Share,
-    batch_per_rank,
-)
-from dcp_checkfreq.data.order.ranks import resolve
-
-
-class Indices:
-    """Turns shares into indices of items; remembers the orders that it is in the midst of."""
-
-    def __init__(self, seed: int, length: int, *, shuffle: bool) -> None:
-        self._seed = seed
-        self._length = length
-        self._shuffle = shuffle
-        self._ahead: dict[int, Ahead] = {}
-
-    def of(self, share: Share) -> list[tuple[int, list[int]]]:
-        """Return ``(epoch, indices)`` for each run of a share."""
-        return [(epoch, self._of_epoch(epoch).at(positions)) for epoch, positions in share.runs]
-
-    def _of_epoch(self, epoch: int) -> Ahead:
-        if epoch not in self._ahead:
-            # A batch may straddle two epochs: the one before is still needed.
-            for old in [e for e in self._ahead if not epoch - 1 <= e <= epoch + 1]:
-                del self._ahead[old]
-            self._ahead[epoch] = Ahead(
-                order(self._seed, epoch, self._length, shuffle=self._shuffle)
-            )
-        return self._ahead[epoch]
+from dcp_checkfreq.data.order.epoch_orders import Indices
+from dcp_checkfreq.data.order.options import LoaderOptions
+from dcp_checkfreq.data.order.permutation import order_name
+from dcp_checkfreq.data.order.position import Last, Position
+from dcp_checkfreq.data.order.saved_position import OnMismatch
 
 
 class ResumableBatchSampler(HasPosition):
@@ -89,21 +55,11 @@ class ResumableBatchSampler(HasPosition):
         dataset_id: str = "",
         on_mismatch: OnMismatch = "error",
     ) -> None:
-        self._place = resolve(rank, world_size)
-        self._cursor = Cursor(
-            Deal(
-                length,
-                batch_per_rank(batch_size, global_batch, self._place.world_size),
-                self._place.world_size,
-                last,
-            ),
-            self._place.rank,
-            seed=seed,
-            order=SHUFFLED if shuffle else SEQUENTIAL,
-            dataset_id=dataset_id,
-            what=type(self).__name__,
-            on_mismatch=on_mismatch,
-        )
+        options = LoaderOptions(
+            batch_size=batch_size, global_batch=global_batch, seed=seed, shuffle=shuffle, last=last,
+            rank=rank, world_size=world_size, dataset_id=dataset_id, on_mismatch=on_mismatch,
+        )  # fmt: skip
+        self._cursor = Cursor(options, length, order_name(shuffle=shuffle), type(self).__name__)
         self._indices = Indices(seed, length, shuffle=shuffle)
         self._ran_through_at: Position | None = None
 
@@ -113,21 +69,21 @@ class ResumableBatchSampler(HasPosition):
         Raises:
             RuntimeError: the iterator before ran to its end, and `advance` was never called.
         """
-        self._place.check(type(self).__name__)
+        self._cursor.check_place()
         if self._ran_through_at == self._cursor.position:
             raise RuntimeError(
                 "all batches of the epoch were taken from this sampler, and none was reported: "
                 "call advance() after every step, or a checkpoint would start the epoch anew"
             )
-        return self._batches(self._cursor.begin(), self._cursor.position)
+        return self._batches(self._cursor.turns.begin(), self._cursor.position)
 
-    def _batches(self, generation: int, start: Position) -> Iterator[list[int]]:
+    def _batches(self, turn: int, start: Position) -> Iterator[list[int]]:
         is_empty = True
         for _, share in self._cursor.plan(start):
-            self._cursor.check(generation)
+            self._cursor.turns.check(turn)
             is_empty = False
             yield [index for _, indices in self._indices.of(share) for index in indices]
-        self._cursor.check(generation)
+        self._cursor.turns.check(turn)
         if is_empty:  # what is left of the epoch is dropped
             self._cursor.end_epoch(start.epoch)
         else:
@@ -140,17 +96,9 @@ class ResumableBatchSampler(HasPosition):
             return
         raise RuntimeError(f"there is no batch left in epoch {self.epoch}")
 
-    def state_dict(self) -> dict[str, str]:
-        """Return the position after the last `advance`; the same on all ranks."""
-        return self._cursor.state_dict()
-
     def load_state_dict(
         self, state: Mapping[str, Any], *, on_mismatch: OnMismatch | None = None
     ) -> None:
-        """Go on from a saved position; iterators made before become stale.
-
-        Raises:
-            DataStateError: it does not fit. The position is as it was.
-        """
-        self._cursor.load_state_dict(state, on_mismatch=on_mismatch)
+        """Resume from a saved position; see `HasPosition.load_state_dict`."""
+        super().load_state_dict(state, on_mismatch=on_mismatch)
         self._ran_through_at = None

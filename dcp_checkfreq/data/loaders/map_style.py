@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
-from torch.utils.data import Dataset, IterableDataset, default_collate
+from torch.utils.data import IterableDataset, default_collate
 
-from dcp_checkfreq.data.loaders.base import TorchLoader
-from dcp_checkfreq.data.loaders.batch_sampler import Indices
+from dcp_checkfreq.data.loaders.base import BatchMaker, Keys, Plan, TorchLoader
 from dcp_checkfreq.data.order.cursor import Cursor
-from dcp_checkfreq.data.order.permutation import SEQUENTIAL, SHUFFLED
-from dcp_checkfreq.data.order.position import (
-    Deal,
-    Last,
-    OnMismatch,
-    batch_per_rank,
-)
-from dcp_checkfreq.data.order.ranks import resolve
+from dcp_checkfreq.data.order.epoch_orders import Indices
+from dcp_checkfreq.data.order.options import LoaderOptions
+from dcp_checkfreq.data.order.permutation import order_name
+from dcp_checkfreq.data.order.position import Last
+from dcp_checkfreq.data.order.saved_position import OnMismatch
 from dcp_checkfreq.data.random.per_sample import AugmentRng, SampleSeeds
-
-_Keys = list[tuple[int, list[int]]]  # (epoch, indices) of one batch
 
 # Options of DataLoader that would take the order out of our hands, and what to use instead.
 _NOT_OURS = {
@@ -94,45 +89,29 @@ class ResumableLoader(TorchLoader):
     ) -> None:
         _check_dataset(dataset)
         collate = dataloader_kwargs.pop("collate_fn", None) or default_collate
+        of_torch = _checked_options(dataloader_kwargs)
         self.dataset = dataset
-        options = _checked_options(dataloader_kwargs)
-        place = resolve(rank, world_size)
-        self.batch_size = batch_per_rank(batch_size, global_batch, place.world_size)
-        length = len(dataset)
-        cursor = Cursor(
-            Deal(length, self.batch_size, place.world_size, last),
-            place.rank,
-            seed=seed,
-            order=SHUFFLED if shuffle else SEQUENTIAL,
+        options = LoaderOptions(
+            batch_size=batch_size, global_batch=global_batch, seed=seed, shuffle=shuffle, last=last,
+            rank=rank, world_size=world_size, num_workers=num_workers, augment_rng=augment_rng,
             dataset_id=_id_of(dataset) if dataset_id is None else dataset_id,
-            what=type(self).__name__,
             on_mismatch=on_mismatch,
-        )
+        )  # fmt: skip
+        length = len(dataset)
         super().__init__(
-            cursor,
-            place,
-            BatchesOf(dataset, collate, SampleSeeds(seed, augment_rng)),
-            _AheadOfTraining(cursor, Indices(seed, length, shuffle=shuffle)),
-            num_workers,
             options,
+            Cursor(options, length, order_name(shuffle=shuffle), type(self).__name__),
+            BatchesOf(dataset, collate, SampleSeeds(seed, augment_rng)),
+            partial(_keys_of, Indices(seed, length, shuffle=shuffle)),
+            of_torch,
         )
 
 
-class _AheadOfTraining:
-    """The sampler of `DataLoader`: asked for batches before the training gets them."""
-
-    def __init__(self, cursor: Cursor, indices: Indices) -> None:
-        self._cursor = cursor
-        self._indices = indices
-
-    def __len__(self) -> int:
-        return self._cursor.steps_left()
-
-    def __iter__(self) -> Iterator[_Keys]:
-        return (self._indices.of(share) for _, share in self._cursor.plan())
+def _keys_of(indices: Indices, plan: Plan) -> Iterator[Keys]:
+    return (indices.of(share) for _, share in plan)
 
 
-class BatchesOf(Dataset[Any]):
+class BatchesOf(BatchMaker):
     """A data set of batches: makes the samples of one batch and collates them. In the workers.
 
     Attributes:
@@ -142,18 +121,13 @@ class BatchesOf(Dataset[Any]):
     def __init__(
         self, dataset: Any, collate: Callable[[list[Any]], Any], seeds: SampleSeeds
     ) -> None:
+        super().__init__(collate, seeds)
         self.dataset = dataset
-        self._collate = collate
-        self._seeds = seeds
 
-    def __getitem__(self, keys: _Keys) -> Any:
-        with self._seeds.batch():
-            samples = list(self._samples(keys))
-            epoch, indices = keys[0]
-            self._seeds.collate(epoch, indices[0])
-            return self._collate(samples)
+    def __getitem__(self, keys: Keys) -> Any:
+        return self._made(keys, lambda: list(self._samples(keys)))
 
-    def _samples(self, keys: _Keys) -> Iterator[Any]:
+    def _samples(self, keys: Keys) -> Iterator[Any]:
         # `DataLoader` prefers it, and some data sets have nothing else.
         several = getattr(self.dataset, "__getitems__", None)
         for epoch, indices in keys:

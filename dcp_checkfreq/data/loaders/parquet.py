@@ -2,193 +2,25 @@
 
 from __future__ import annotations
 
-import hashlib
-import logging
-import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property, partial
-from itertools import accumulate
+from functools import partial
 from typing import Any
 
-import fsspec
 import numpy as np
 import pyarrow as pa
-import pyarrow.dataset as ds
 import torch
 from numpy.typing import NDArray
-from pyarrow.fs import FSSpecHandler, PyFileSystem
 from torch.utils.data import default_collate
 
-from dcp_checkfreq.data.loaders.read_ahead import (
-    Counts,
-    Maker,
-    Raw,
-    ReadingLoader,
-)
-from dcp_checkfreq.data.order.interleave import (
-    DEFAULT_LANES,
-    LANES_VERSION,
-    LaneOrder,
-    Run,
-)
-from dcp_checkfreq.data.order.permutation import SEQUENTIAL
-from dcp_checkfreq.data.order.position import Last, OnMismatch, Share
+from dcp_checkfreq.data.loaders.base import Keys
+from dcp_checkfreq.data.loaders.read_ahead import Counts, Maker, PieceReader, Raw, ReadingLoader
+from dcp_checkfreq.data.order.interleave import LaneRule, Run
+from dcp_checkfreq.data.order.options import LoaderOptions
+from dcp_checkfreq.data.order.position import Last, Share
+from dcp_checkfreq.data.order.saved_position import OnMismatch
 from dcp_checkfreq.data.random.per_sample import AugmentRng, SampleSeeds
-from dcp_checkfreq.data.sources.parquet_schema import check_schemas
-from dcp_checkfreq.data.sources.paths import is_local, located, relative_names
-from dcp_checkfreq.errors import DataStateError
-
-_log = logging.getLogger(__name__)
-
-_MAX_TOLD = 5
-_READ_THREADS = 8  # footers, and row groups that are needed at once: mostly waiting for storage
-
-
-@dataclass(frozen=True, slots=True)
-class RowGroup:
-    """One row group of one file; ``number`` counts within the file."""
-
-    path: str
-    number: int
-    rows: int
-
-
-class ParquetSource:
-    """Parquet files as one data set. Making it reads the footers only.
-
-    Args:
-        paths: a file or a folder (files sorted by path, ``key=value`` folders become columns), or
-            several files, which keep their order. Local paths or fsspec URLs.
-        filesystem: pyarrow's or fsspec's, which knows the paths as they are; default: the local
-            one, or that of the URLs.
-        storage_options: for the file system of the URLs (keys, endpoint), as fsspec takes them.
-        columns: to be read; default: all.
-        lanes: row groups that are open at a time, over all ranks. The same for the life of a job,
-            and best a multiple of all numbers of ranks it may have. More lanes mix the rows of
-            more row groups, and take more memory.
-
-    Raises:
-        ValueError: there are no rows, a file is named twice, cut short or no Parquet, has other
-            columns than the first one, or URLs of several file systems are given.
-        FileNotFoundError: a path is not there.
-    """
-
-    def __init__(
-        self,
-        paths: str | os.PathLike[str] | Iterable[str | os.PathLike[str]],
-        *,
-        filesystem: Any = None,
-        storage_options: Mapping[str, Any] | None = None,
-        columns: Sequence[str] | None = None,
-        lanes: int = DEFAULT_LANES,
-    ) -> None:
-        if lanes < 1:
-            raise ValueError(f"lanes must be at least 1, got {lanes}")
-        self.lanes = lanes
-        self.columns = None if columns is None else list(columns)
-        found, filesystem = located(paths, filesystem, storage_options)
-        if isinstance(filesystem, fsspec.AbstractFileSystem) and not is_local(filesystem):
-            filesystem = PyFileSystem(_NoReadAhead(filesystem))
-        self._dataset = ds.dataset(
-            found, filesystem=filesystem, format="parquet", partitioning="hive"
-        )
-        self._fragments = list(self._dataset.get_fragments())
-        if isinstance(found, str):
-            self._fragments.sort(key=lambda fragment: fragment.path)
-        with ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="checkfreq-footers") as pool:
-            footers = list(pool.map(_footer, self._fragments))
-        paths_found = [fragment.path for fragment in self._fragments]
-        numbers = [rows for rows, _ in footers]
-        self._places = [(fragment, group) for fragment, groups in enumerate(numbers)
-                        for group, rows in enumerate(groups) if rows]  # fmt: skip
-        self.row_groups = tuple(
-            RowGroup(self._fragments[fragment].path, group, numbers[fragment][group])
-            for fragment, group in self._places
-        )
-        if not self.row_groups:
-            raise ValueError(f"there are no rows in {paths!r:.200}")
-        filled = [n for n, rows in enumerate(numbers) if any(rows)]
-        if len(filled) < len(numbers):
-            empty = [path for n, path in enumerate(paths_found) if not any(numbers[n])]
-            _log.warning(
-                "%d of %d files have no rows: %s%s",
-                *(len(empty), len(numbers), ", ".join(empty[:_MAX_TOLD])),
-                " ..." if len(empty) > _MAX_TOLD else "",
-            )
-        check_schemas(((paths_found[n], footers[n][1]) for n in filled), self.columns)
-        # Of the first file with rows: one without often has no types either. And those of folders.
-        of_files = {name for _, schema in footers for name in schema.names}
-        of_folders = [field for field in self._dataset.schema if field.name not in of_files]
-        self._schema = pa.schema([*footers[filled[0]][1], *of_folders])
-        missing = set(self.columns or ()) - set(self._schema.names)
-        if missing:
-            raise ValueError(f"there are no columns {sorted(missing)}, only {self._schema.names}")
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return sum(self.sizes)
-
-    @cached_property
-    def sizes(self) -> list[int]:
-        """Rows of each row group."""
-        return [group.rows for group in self.row_groups]
-
-    @cached_property
-    def fingerprint(self) -> str:
-        """Names the data: the names of the files in their folder, and the rows of each row group.
-
-        The same for a copy elsewhere. What is in the rows is not part of it.
-        """
-        names = relative_names([group.path for group in self.row_groups])
-        digest = hashlib.sha256()
-        for name, group in zip(names, self.row_groups, strict=True):
-            digest.update(f"{name}\0{group.number}\0{group.rows}\n".encode())
-        return digest.hexdigest()
-
-    def read(self, index: int) -> pa.Table:
-        """Read row group ``index`` of `row_groups`.
-
-        Raises:
-            DataStateError: it has not as many rows as it had.
-        """
-        fragment, number = self._places[index]
-        table = (
-            self._fragments[fragment]
-            .subset(row_group_ids=[number])
-            .to_table(schema=self._schema, columns=self.columns)
-        )
-        group = self.row_groups[index]
-        if table.num_rows != group.rows:
-            raise DataStateError(
-                "ParquetSource",
-                f"row group {number} of {group.path} had {group.rows} rows, now it has "
-                f"{table.num_rows}",
-            )
-        return table
-
-
-class _NoReadAhead(FSSpecHandler):  # type: ignore[misc]
-    """Reads what pyarrow asks for: it knows where the columns of a row group lie.
-
-    As fsspec opens a file on S3, each read would bring up to 50 MiB of what lies behind.
-    """
-
-    def open_input_file(self, path: str) -> pa.NativeFile:
-        return pa.PythonFile(self.fs.open(path, mode="rb", cache_type="none"), mode="r")
-
-
-def _footer(fragment: Any) -> tuple[list[int], pa.Schema]:
-    """Return the rows of each row group, and the columns.
-
-    Raises:
-        ValueError: it is no Parquet file, or is cut short.
-    """
-    try:
-        return [group.num_rows for group in fragment.row_groups], fragment.physical_schema
-    except (pa.ArrowInvalid, pa.ArrowNotImplementedError) as error:
-        raise ValueError(f"{fragment.path} cannot be read as Parquet: {error}") from error
+from dcp_checkfreq.data.sources.parquet_source import ParquetSource, RowGroup
 
 
 class ResumableParquetLoader(ReadingLoader):
@@ -255,8 +87,12 @@ class ResumableParquetLoader(ReadingLoader):
         **dataloader_kwargs: Any,
     ) -> None:
         self.source = source
-        self._lanes = partial(_lanes_of, source, seed, shuffle)
-        lanes = source.lanes if shuffle else 1
+        options = LoaderOptions(
+            batch_size=batch_size, global_batch=global_batch, seed=seed, shuffle=shuffle, last=last,
+            rank=rank, world_size=world_size, num_workers=num_workers, batches_ahead=batches_ahead,
+            augment_rng=augment_rng, dataset_id=f"{source.fingerprint}/{dataset_id}",
+            on_mismatch=on_mismatch,
+        )  # fmt: skip
         is_ours = transform is None and collate_fn is None  # nothing that could draw numbers
         maker = Maker(
             None if transform is None else _rows_of,
@@ -264,29 +100,12 @@ class ResumableParquetLoader(ReadingLoader):
             collate_fn or (as_tensors if transform is None else default_collate),
             SampleSeeds(seed, "none" if is_ours else augment_rng),
         )
-        super().__init__(
-            len(source),
-            batch_size,
-            global_batch,
-            maker,
-            partial(_RowGroups, source, self._lanes, shuffle),
-            lanes=lanes,
-            order=f"lanes{lanes}-{LANES_VERSION}" if shuffle else SEQUENTIAL,
-            seed=seed,
-            last=last,
-            rank=rank,
-            world_size=world_size,
-            num_workers=num_workers,
-            batches_ahead=batches_ahead,
-            dataset_id=f"{source.fingerprint}/{dataset_id}",
-            on_mismatch=on_mismatch,
-            options=dataloader_kwargs,
-        )
+        rule = LaneRule(source.sizes, source.lanes, None, seed, shuffle)
+        super().__init__(options, rule, maker, partial(_RowGroups, source), dataloader_kwargs)
 
     def completed_row_groups(self) -> list[RowGroup]:
         """Return the row groups whose rows were all handed out in this epoch, over all ranks."""
-        consumed = self._lanes(self.epoch).consumed(self.samples)
-        groups = zip(self.source.row_groups, consumed, strict=True)
+        groups = zip(self.source.row_groups, self._handed_out(), strict=True)
         return [group for group, rows in groups if rows == group.rows]
 
 
@@ -337,10 +156,6 @@ def _rows_of(table: pa.Table) -> list[dict[str, Any]]:
     return rows
 
 
-def _lanes_of(source: ParquetSource, seed: int, shuffle: bool, epoch: int) -> LaneOrder:
-    return LaneOrder(source.sizes, source.lanes, seed=seed, epoch=epoch, shuffle=shuffle)
-
-
 @dataclass(slots=True)
 class _Held:
     """A row group in memory, its rows in the order of the epoch."""
@@ -358,37 +173,24 @@ class _Held:
         return numbers
 
 
-class _RowGroups:
+class _RowGroups(PieceReader):
     """Reads batches. Holds, for each lane that this rank meets, the row group that it is in."""
 
-    def __init__(
-        self,
-        source: ParquetSource,
-        lanes_of: Callable[[int], LaneOrder],
-        shuffle: bool,
-        counts: Counts,
-    ) -> None:
+    def __init__(self, source: ParquetSource, rule: LaneRule, counts: Counts) -> None:
+        super().__init__(rule, counts, "checkfreq-parquet")
         self._source = source
-        self._lanes_of = lanes_of
-        self._shuffle = shuffle
-        self._counts = counts
-        self._first_rows = list(accumulate(source.sizes, initial=0))
-        self._epochs: dict[int, LaneOrder] = {}
+        self._shuffle = rule.shuffle
         self._held: dict[tuple[int, int], _Held] = {}  # by (epoch, row group)
         self._lanes: dict[int, tuple[int, int]] = {}  # the key that each lane is at
-        self._pool = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="checkfreq-parquet")
-
-    def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
 
     def read(self, share: Share) -> Raw:
         tables: list[pa.Table] = []
         slots: list[int] = []
-        keys = []
+        keys: Keys = []
         for epoch, positions in share.runs:
             before = len(slots)
             numbers = [0] * len(positions)
-            runs = list(self._order(epoch).runs(positions))
+            runs = list(self._orders.of(epoch).runs(positions))
             self._fetch(epoch, runs)
             for run in runs:
                 held = self._held[epoch, run.piece]
@@ -408,14 +210,6 @@ class _RowGroups:
         # Also copies: what a batch keeps alive is its own rows, not whole row groups.
         return Raw(keys, table.take(pa.array(at)))
 
-    def _order(self, epoch: int) -> LaneOrder:
-        if epoch not in self._epochs:
-            # A batch may straddle epochs, and end with rows of the first one.
-            for old in [e for e in self._epochs if e < epoch - 1]:
-                del self._epochs[old]
-            self._epochs[epoch] = self._lanes_of(epoch)
-        return self._epochs[epoch]
-
     def _fetch(self, epoch: int, runs: list[Run]) -> None:
         """Read the row groups that are not held, several at once: at a start there are many."""
         missing = {run.piece for run in runs if (epoch, run.piece) not in self._held}
@@ -427,13 +221,13 @@ class _RowGroups:
 
     def _read(self, epoch: int, piece: int) -> _Held:
         table = self._source.read(piece)
-        order = self._epochs[epoch].within(piece, range(table.num_rows))
+        order = self._orders.of(epoch).within(piece, range(table.num_rows))
         rows = order.array(np.arange(table.num_rows))
         if self._shuffle:
             table = table.take(pa.array(rows))
-        return _Held(table.combine_chunks(), rows + self._first_rows[piece])
+        return _Held(table.combine_chunks(), rows + self._first_items[piece])
 
     def _forget(self) -> None:
-        """Let go of row groups that no lane is in any more."""
+        """Drop row groups that no lane is in any more."""
         in_use = set(self._lanes.values())
         self._held = {key: held for key, held in self._held.items() if key in in_use}

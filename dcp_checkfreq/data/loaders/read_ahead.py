@@ -9,32 +9,28 @@ from __future__ import annotations
 
 import logging
 import threading
+from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Protocol
+from itertools import accumulate
+from typing import Any
 
-from torch.utils.data import Dataset
-
-from dcp_checkfreq.data.loaders.base import TorchLoader
+from dcp_checkfreq.data.loaders.base import BatchMaker, Keys, Plan, TorchLoader
 from dcp_checkfreq.data.order.cursor import Cursor
-from dcp_checkfreq.data.order.position import (
-    Deal,
-    Last,
-    OnMismatch,
-    Share,
-    Step,
-    batch_per_rank,
-)
-from dcp_checkfreq.data.order.ranks import resolve
+from dcp_checkfreq.data.order.epoch_orders import EpochOrders
+from dcp_checkfreq.data.order.interleave import LaneOrder, LaneRule
+from dcp_checkfreq.data.order.options import LoaderOptions
+from dcp_checkfreq.data.order.position import Share
 from dcp_checkfreq.data.random.per_sample import SampleSeeds
 
 _log = logging.getLogger(__name__)
 
-_OPTIONS = frozenset(
+_READ_THREADS = 8  # pieces that are needed at once: mostly waiting for storage
+_OF_TORCH = frozenset(
     ("pin_memory", "prefetch_factor", "timeout", "worker_init_fn", "multiprocessing_context")
 )
 
@@ -48,7 +44,7 @@ class Raw:
         items: as the reader gives them, in the same order.
     """
 
-    keys: list[tuple[int, list[int]]]
+    keys: Keys
     items: Any
 
 
@@ -90,17 +86,31 @@ class Counts:
         return self._now
 
 
-class Reader(Protocol):
-    """Reads the batches of one iterator, one after the other, in one thread."""
+class PieceReader(ABC):
+    """Reads the batches of one iterator, one after the other, in one thread.
 
+    Args:
+        rule: the order of the items.
+        counts: what was read is counted there.
+        threads: name of those that read several pieces at once.
+    """
+
+    def __init__(self, rule: LaneRule, counts: Counts, threads: str) -> None:
+        self._counts = counts
+        self._orders: EpochOrders[LaneOrder] = EpochOrders(rule.of)
+        self._first_items = list(accumulate(rule.sizes, initial=0))  # of each piece
+        self._pool = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix=threads)
+
+    @abstractmethod
     def read(self, share: Share) -> Raw:
         """Read what a share names. Each share lies behind the one before."""
 
     def close(self) -> None:
-        """Let go of what is open."""
+        """Release threads and files."""
+        self._pool.shutdown(cancel_futures=True)
 
 
-class Maker(Dataset[Any]):
+class Maker(BatchMaker):
     """Makes a batch of what was read. In the workers, if there are any.
 
     Args:
@@ -118,17 +128,13 @@ class Maker(Dataset[Any]):
         collate: Callable[[Any], Any],
         seeds: SampleSeeds,
     ) -> None:
+        super().__init__(collate, seeds)
         self._rows = rows
         self._transform = transform
-        self._collate = collate
-        self._seeds = seeds
 
     def __getitem__(self, raw: Raw) -> Any:
-        with self._seeds.batch():
-            samples = raw.items if self._rows is None else list(self._samples(raw))
-            epoch, numbers = raw.keys[0]
-            self._seeds.collate(epoch, numbers[0])
-            return self._collate(samples)
+        is_whole = self._rows is None
+        return self._made(raw.keys, lambda: raw.items if is_whole else list(self._samples(raw)))
 
     def _samples(self, raw: Raw) -> Iterator[Any]:
         assert self._rows is not None
@@ -139,56 +145,46 @@ class Maker(Dataset[Any]):
 
 
 class ReadingLoader(TorchLoader):
-    """A loader whose batches are read in one thread and made in workers. See its subclasses."""
+    """A loader whose batches are read in one thread and made in workers. See its subclasses.
+
+    Args:
+        options: of the loader.
+        rule: the order of the items.
+        maker: makes the batches.
+        new_reader: of one iterator; is given the rule and where to count.
+        of_torch: options of `DataLoader`.
+    """
 
     def __init__(
         self,
-        length: int,
-        batch_size: int | None,
-        global_batch: int | None,
+        options: LoaderOptions,
+        rule: LaneRule,
         maker: Maker,
-        new_reader: Callable[[Counts], Reader],
-        *,
-        lanes: int,
-        order: str,
-        seed: int,
-        last: Last,
-        rank: int | None,
-        world_size: int | None,
-        num_workers: int,
-        batches_ahead: int,
-        dataset_id: str,
-        on_mismatch: OnMismatch,
-        options: dict[str, Any],
+        new_reader: Callable[[LaneRule, Counts], PieceReader],
+        of_torch: Mapping[str, Any],
     ) -> None:
-        what = type(self).__name__
-        if unknown := options.keys() - _OPTIONS:
+        what, place = type(self).__name__, options.place
+        if unknown := of_torch.keys() - _OF_TORCH:
             raise TypeError(
                 f"{what} takes no {', '.join(sorted(unknown))}; of DataLoader's options it takes "
-                f"{', '.join(sorted(_OPTIONS))}"
+                f"{', '.join(sorted(_OF_TORCH))}"
             )
-        if batches_ahead < 0:
-            raise ValueError(f"batches_ahead must not be negative, got {batches_ahead}")
-        place = resolve(rank, world_size)
-        self.batch_size = batch_per_rank(batch_size, global_batch, place.world_size)
+        lanes = rule.lanes if rule.shuffle else 1
         if lanes % place.world_size and place.rank == 0:
             _log.warning(
                 "%s: %d lanes do not divide among %d ranks, so every rank reads pieces of all "
                 "lanes. It stays exact, and reads up to %d times as much",
                 *(what, lanes, place.world_size, place.world_size),
             )
-        cursor = Cursor(
-            Deal(length, self.batch_size, place.world_size, last),
-            place.rank,
-            seed=seed,
-            order=order,
-            dataset_id=dataset_id,
-            what=what,
-            on_mismatch=on_mismatch,
-        )
+        self._rule = rule
         self._counts = Counts()
-        self._feed = _Feed(cursor, partial(new_reader, self._counts), batches_ahead)
-        super().__init__(cursor, place, maker, self._feed, num_workers, options)
+        feed = partial(_read_ahead, partial(new_reader, rule, self._counts), options.batches_ahead)
+        cursor = Cursor(options, sum(rule.sizes), rule.name, what)
+        super().__init__(options, cursor, maker, feed, of_torch)
+
+    def _handed_out(self) -> list[int]:
+        """Return how many items of each piece this epoch has handed out, over all ranks."""
+        return self._rule.of(self.epoch).consumed(self.samples)
 
     @property
     def read_stats(self) -> ReadStats:
@@ -196,25 +192,8 @@ class ReadingLoader(TorchLoader):
         return self._counts.so_far()
 
 
-class _Feed:
-    """The sampler of `DataLoader`: what it yields goes to the workers."""
-
-    def __init__(
-        self, cursor: Cursor, new_reader: Callable[[], Reader], batches_ahead: int
-    ) -> None:
-        self._cursor = cursor
-        self._new_reader = new_reader
-        self._batches_ahead = batches_ahead
-
-    def __len__(self) -> int:
-        return self._cursor.steps_left()
-
-    def __iter__(self) -> Iterator[Raw]:
-        return _read_ahead(self._cursor.plan(), self._new_reader, self._batches_ahead)
-
-
 def _read_ahead(
-    plan: Iterator[tuple[Step, Share]], new_reader: Callable[[], Reader], batches_ahead: int
+    new_reader: Callable[[], PieceReader], batches_ahead: int, plan: Plan
 ) -> Iterator[Raw]:
     """Yield what is read for each share, some batches ahead of the caller."""
     waiting: deque[Future[Raw]] = deque()

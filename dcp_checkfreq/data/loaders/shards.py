@@ -4,28 +4,22 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
-from itertools import accumulate, islice
+from itertools import islice
 from typing import IO, Any
 
 from torch.utils.data import default_collate
 
-from dcp_checkfreq.data.loaders.read_ahead import (
-    Counts,
-    Maker,
-    Raw,
-    ReadingLoader,
-)
-from dcp_checkfreq.data.order.interleave import LANES_VERSION, LaneOrder, Run
-from dcp_checkfreq.data.order.permutation import SEQUENTIAL
-from dcp_checkfreq.data.order.position import Last, OnMismatch, Share
+from dcp_checkfreq.data.loaders.base import Keys
+from dcp_checkfreq.data.loaders.read_ahead import Counts, Maker, PieceReader, Raw, ReadingLoader
+from dcp_checkfreq.data.order.interleave import LaneOrder, LaneRule, Run
+from dcp_checkfreq.data.order.options import LoaderOptions
+from dcp_checkfreq.data.order.position import Last, Share
+from dcp_checkfreq.data.order.saved_position import OnMismatch
 from dcp_checkfreq.data.random.per_sample import AugmentRng, SampleSeeds
 from dcp_checkfreq.data.sources.shard_source import Shard, ShardSource
 from dcp_checkfreq.errors import DataStateError
-
-_READ_THREADS = 8  # shards that are opened at a start: mostly waiting for storage
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,8 +93,12 @@ class ResumableStreamLoader(ReadingLoader):
         **dataloader_kwargs: Any,
     ) -> None:
         self.source = source
-        self._lanes = partial(_lanes_of, source, seed, shuffle)
-        lanes = source.lanes if shuffle else 1
+        options = LoaderOptions(
+            batch_size=batch_size, global_batch=global_batch, seed=seed, shuffle=shuffle, last=last,
+            rank=rank, world_size=world_size, num_workers=num_workers, batches_ahead=batches_ahead,
+            augment_rng=augment_rng, dataset_id=f"{source.fingerprint}/{dataset_id}",
+            on_mismatch=on_mismatch,
+        )  # fmt: skip
         is_ours = transform is None and collate_fn is None  # nothing that could draw numbers
         maker = Maker(
             partial(map, source.reader.decode),
@@ -108,76 +106,43 @@ class ResumableStreamLoader(ReadingLoader):
             collate_fn or default_collate,
             SampleSeeds(seed, "none" if is_ours else augment_rng),
         )
-        super().__init__(
-            len(source),
-            batch_size,
-            global_batch,
-            maker,
-            partial(_Shards, source, self._lanes),
-            lanes=lanes,
-            order=f"lanes{lanes}w{source.window}-{LANES_VERSION}" if shuffle else SEQUENTIAL,
-            seed=seed,
-            last=last,
-            rank=rank,
-            world_size=world_size,
-            num_workers=num_workers,
-            batches_ahead=batches_ahead,
-            dataset_id=f"{source.fingerprint}/{dataset_id}",
-            on_mismatch=on_mismatch,
-            options=dataloader_kwargs,
-        )
+        rule = LaneRule(source.sizes, source.lanes, source.window, seed, shuffle)
+        super().__init__(options, rule, maker, partial(_Shards, source), dataloader_kwargs)
 
     def completed_shards(self) -> list[str]:
         """Return the shards whose samples were all handed out in this epoch, over all ranks."""
-        return [shard.path for shard, done in self._handed_out() if done == shard.layout.samples]
+        return [shard.path for shard, done in self._shards() if done == shard.layout.samples]
 
     def open_shards(self) -> list[OpenShard]:
         """Return the shards of which this epoch has handed out some samples, but not all."""
         return [
             OpenShard(shard.path, shard.layout.samples, done)
-            for shard, done in self._handed_out()
+            for shard, done in self._shards()
             if 0 < done < shard.layout.samples
         ]
 
-    def _handed_out(self) -> Iterator[tuple[Shard, int]]:
-        return zip(self.source.shards, self._lanes(self.epoch).consumed(self.samples), strict=True)
+    def _shards(self) -> Iterator[tuple[Shard, int]]:
+        return zip(self.source.shards, self._handed_out(), strict=True)
 
 
-def _lanes_of(source: ShardSource, seed: int, shuffle: bool, epoch: int) -> LaneOrder:
-    return LaneOrder(
-        source.sizes,
-        source.lanes,
-        seed=seed,
-        epoch=epoch,
-        shuffle=shuffle,
-        window=source.window,
-    )
-
-
-class _Shards:
+class _Shards(PieceReader):
     """Reads batches: one shard is open per lane that this rank meets."""
 
-    def __init__(
-        self, source: ShardSource, lanes_of: Callable[[int], LaneOrder], counts: Counts
-    ) -> None:
+    def __init__(self, source: ShardSource, rule: LaneRule, counts: Counts) -> None:
+        super().__init__(rule, counts, "checkfreq-shards")
         self._source = source
-        self._lanes_of = lanes_of
-        self._counts = counts
-        self._first_numbers = list(accumulate(source.sizes, initial=0))
-        self._epochs: dict[int, LaneOrder] = {}
         self._lanes: dict[int, _Lane] = {}
-        self._pool = ThreadPoolExecutor(_READ_THREADS, thread_name_prefix="checkfreq-shards")
 
     def close(self) -> None:
-        self._pool.shutdown(cancel_futures=True)
+        super().close()
         for lane in self._lanes.values():
             lane.close()
 
     def read(self, share: Share) -> Raw:
-        keys: list[tuple[int, list[int]]] = []
+        keys: Keys = []
         samples: list[Any] = []
         for epoch, positions in share.runs:
-            order = self._order(epoch)
+            order = self._orders.of(epoch)
             numbers, found = [0] * len(positions), [None] * len(positions)
             by_lane: dict[int, list[Run]] = {}
             for run in order.runs(positions):
@@ -190,19 +155,11 @@ class _Shards:
                 for run in runs:
                     for place, slot in zip(run.places, run.slots, strict=True):
                         item, found[slot] = lane.take(epoch, order, run.piece, place)
-                        numbers[slot] = self._first_numbers[run.piece] + item
+                        numbers[slot] = self._first_items[run.piece] + item
             keys.append((epoch, numbers))
             samples += found
         self._counts.add(used=len(samples))
         return Raw(keys, samples)
-
-    def _order(self, epoch: int) -> LaneOrder:
-        if epoch not in self._epochs:
-            # A batch may straddle epochs, and end with samples of the first one.
-            for old in [e for e in self._epochs if e < epoch - 1]:
-                del self._epochs[old]
-            self._epochs[epoch] = self._lanes_of(epoch)
-        return self._epochs[epoch]
 
     def _enter(self, epoch: int, order: LaneOrder, by_lane: dict[int, list[Run]]) -> None:
         """Read the window that each lane needs first, several at once: at a start all do."""

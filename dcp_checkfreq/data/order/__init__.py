@@ -1,6 +1,8 @@
-"""Which sample comes when, and where a job is in it. Rules, and the cursor that keeps to them.
+"""Which sample comes when, and where a job is in it: rules, and the cursor that keeps to them.
 
-`permutation` is the order of an epoch, `interleave` the order of data that lies in pieces,
-`position` where a job is and what each rank takes next, `cursor` the position of one loader,
-`ranks` which data-parallel rank this is.
+`permutation` is the order of an epoch, `interleave` that of data in pieces, `epoch_orders` keeps
+the orders of the epochs that a loader is in. `position` is where a job is and what each rank takes
+next, `saved_position` the same as JSON, `cursor` the position of one loader, `turns` which of its
+iterators may hand out. `options` are the options that loaders share, `ranks` says which
+data-parallel rank this is.
 """

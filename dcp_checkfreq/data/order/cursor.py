@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, get_args
+from typing import Any
 
-from dcp_checkfreq.data.order.position import (
-    Deal,
+from dcp_checkfreq.data.order.options import LoaderOptions
+from dcp_checkfreq.data.order.position import Deal, Position, Share, Step
+from dcp_checkfreq.data.order.saved_position import (
     Fingerprint,
     OnMismatch,
-    Position,
-    Share,
-    Step,
     accept,
     encode,
     short_id,
 )
+from dcp_checkfreq.data.order.turns import Turns
 from dcp_checkfreq.errors import DataStateError as DataStateError
 
 _log = logging.getLogger(__name__)
@@ -32,64 +31,33 @@ class Cursor:
     what they save.
 
     Args:
-        deal: how batches are dealt out.
-        rank: data-parallel rank of this process.
-        seed: of the order and of the samples' randomness, in ``[0, 2**64)``.
+        options: of the loader.
+        length: items of the data set.
         order: name and version of the order, for the fingerprint.
-        dataset_id: what the data is, in the user's words; put versions of transforms into it.
         what: names the loader in messages.
-        on_mismatch: what `load_state_dict` does by default.
     """
 
-    def __init__(
-        self,
-        deal: Deal,
-        rank: int,
-        *,
-        seed: int,
-        order: str,
-        dataset_id: str = "",
-        what: str = "data loader",
-        on_mismatch: OnMismatch = "error",
-    ) -> None:
-        if not 0 <= rank < deal.world_size:
-            raise ValueError(f"rank must be in [0, {deal.world_size}), got {rank}")
-        if type(seed) is not int or not 0 <= seed < 1 << 64:
-            raise ValueError(f"seed must be a whole number in [0, 2**64), got {seed!r}")
-        if on_mismatch not in get_args(OnMismatch):
-            raise ValueError(
-                f"on_mismatch must be one of {get_args(OnMismatch)}, got {on_mismatch!r}"
-            )
-        self.deal = deal
-        self.rank = rank
-        self.seed = seed
+    def __init__(self, options: LoaderOptions, length: int, order: str, what: str) -> None:
+        self.place = options.place
+        self.deal = Deal(length, options.per_rank, self.place.world_size, options.last)
+        self.seed = options.seed
         self._fingerprint = Fingerprint(
-            length=deal.length,
-            seed=seed,
+            length=length,
+            seed=options.seed,
             order=order,
-            last=deal.last,
-            dataset=short_id(dataset_id),
-            global_batch=deal.global_batch,
+            last=options.last,
+            dataset=short_id(options.dataset_id),
+            global_batch=self.deal.global_batch,
         )
         self._what = what
-        self._on_mismatch = on_mismatch
+        self._on_mismatch = options.on_mismatch
+        self.turns = Turns(what)
         self.position = Position()
         self.valid = 0
-        # Counts the iterators that take over: an iterator made before that is stale.
-        self.generation = 0
 
-    def begin(self) -> int:
-        """Let a new iterator take over; return the generation that it belongs to."""
-        self.generation += 1
-        return self.generation
-
-    def check(self, generation: int) -> None:
-        """Raise RuntimeError if the iterator of this generation may not go on."""
-        if generation != self.generation:
-            raise RuntimeError(
-                f"{self._what}: this iterator is stale: since it was made it failed, a state was "
-                "loaded, or a newer iterator was made. Take a new one"
-            )
+    def check_place(self) -> None:
+        """Raise RuntimeError if the ranks were only made known after the loader; see `DataRank`."""
+        self.place.check(self._what)
 
     def plan(self, at: Position | None = None) -> Iterator[tuple[Step, Share]]:
         """Return the steps that are left of an epoch, with this rank's share. Moves nothing.
@@ -97,7 +65,7 @@ class Cursor:
         Args:
             at: from here on; default: from the position at the time of this call.
         """
-        return _plan(self.deal, self.rank, self.position if at is None else at)
+        return _plan(self.deal, self.place.rank, self.position if at is None else at)
 
     def handed_out(self, step: Step, share: Share) -> None:
         """Count a batch: call it as the training loop gets it, not when it is fetched."""
@@ -124,7 +92,7 @@ class Cursor:
     def load_state_dict(
         self, state: Mapping[str, Any], *, on_mismatch: OnMismatch | None = None
     ) -> None:
-        """Go on from a saved state; iterators made before become stale.
+        """Resume from a saved state; iterators made before become stale.
 
         Raises:
             DataStateError: it does not fit. The position is as it was.
@@ -139,11 +107,11 @@ class Cursor:
             _log.warning("%s", text)
         self.position = accepted.position
         self.valid = 0
-        self.generation += 1
+        self.turns.begin()
 
 
 class HasPosition:
-    """What loaders and samplers with a cursor tell of it. A subclass sets ``_cursor``.
+    """A loader or sampler with a cursor. A subclass sets ``_cursor``.
 
     A loader counts batches that it has handed out, a sampler those that were reported as trained.
     """
@@ -177,6 +145,25 @@ class HasPosition:
         """
         return self._cursor.steps()
 
+    def state_dict(self) -> dict[str, str]:
+        """Return the position after the last batch that counts, as JSON; the same on all ranks."""
+        return self._cursor.state_dict()
+
+    def load_state_dict(
+        self, state: Mapping[str, Any], *, on_mismatch: OnMismatch | None = None
+    ) -> None:
+        """Resume from a saved position; iterators made before become stale.
+
+        Args:
+            state: of `state_dict`, from any number of ranks, any batch size and workers.
+            on_mismatch: "error" refuses other data in the middle of an epoch, "restart_epoch"
+                starts the epoch anew with a warning; default: as given at construction.
+
+        Raises:
+            DataStateError: it does not fit. The position is as it was.
+        """
+        self._cursor.load_state_dict(state, on_mismatch=on_mismatch)
+
 
 class HandOut:
     """The iterator of a loader: hands out the rest of the epoch, counts each batch in that moment.
@@ -191,7 +178,7 @@ class HandOut:
         self, cursor: Cursor, take: Callable[[Share], Any], failed: Callable[[], None]
     ) -> None:
         self._cursor = cursor
-        self._generation = cursor.begin()
+        self._turn = cursor.turns.begin()
         self._plan = cursor.plan()
         self._epoch = cursor.position.epoch
         self._take = take
@@ -204,7 +191,7 @@ class HandOut:
     def __next__(self) -> Any:
         if self._is_done:
             raise StopIteration
-        self._cursor.check(self._generation)
+        self._cursor.turns.check(self._turn)
         planned = next(self._plan, None)
         if planned is None:
             self._is_done = True
@@ -216,10 +203,10 @@ class HandOut:
             batch = self._take(share)
         except BaseException as error:
             # The batches that follow would no longer be those that are counted.
-            self._cursor.begin()
+            self._cursor.turns.begin()
             self._take = _nothing
             self._failed()
-            if isinstance(error, StopIteration):  # would end the epoch without a word
+            if isinstance(error, StopIteration):  # would end the epoch silently
                 raise RuntimeError("the data set or a transform raised StopIteration") from error
             raise
         self._cursor.handed_out(step, share)

@@ -17,6 +17,7 @@ from itertools import accumulate
 from dcp_checkfreq.data.order.permutation import (
     ITEM_STREAM,
     PIECE_STREAM,
+    SEQUENTIAL,
     Order,
     derive,
     order,
@@ -135,3 +136,31 @@ class LaneOrder:
             for run in self._cut(lane, range(start, start + done), range(done)):
                 taken[run.piece] += len(run.places)
         return taken
+
+
+@dataclass(frozen=True, slots=True)
+class LaneRule:
+    """How the items of pieces are ordered in every epoch; see `LaneOrder`."""
+
+    sizes: Sequence[int]
+    lanes: int
+    window: int | None
+    seed: int
+    shuffle: bool
+
+    @property
+    def name(self) -> str:
+        """Name and version of the order, for fingerprints."""
+        window = "" if self.window is None else f"w{self.window}"
+        return f"lanes{self.lanes}{window}-{LANES_VERSION}" if self.shuffle else SEQUENTIAL
+
+    def of(self, epoch: int) -> LaneOrder:
+        """Return the order of an epoch."""
+        return LaneOrder(
+            self.sizes,
+            self.lanes,
+            seed=self.seed,
+            epoch=epoch,
+            shuffle=self.shuffle,
+            window=self.window,
+        )

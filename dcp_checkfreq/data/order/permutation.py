@@ -78,6 +78,11 @@ def order(seed: int, epoch: int, length: int, *, shuffle: bool = True) -> Order:
     return _Sorted(key, length) if length <= _SORTED_UP_TO else _Feistel(key, length)
 
 
+def order_name(*, shuffle: bool) -> str:
+    """Return what fingerprints call the order."""
+    return SHUFFLED if shuffle else SEQUENTIAL
+
+
 class Ahead:
     """Computes a few thousand items of an order at once and hands them out in small pieces.
 

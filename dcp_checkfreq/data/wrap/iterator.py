@@ -8,8 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, Literal, get_args
 
 from dcp_checkfreq.data.order.permutation import WORKER_STREAM, derive
-from dcp_checkfreq.data.order.position import FORMAT, OnMismatch, short_id
 from dcp_checkfreq.data.order.ranks import resolve
+from dcp_checkfreq.data.order.saved_position import FORMAT, OnMismatch, short_id
 from dcp_checkfreq.data.random import global_state
 from dcp_checkfreq.data.wrap.content import digest_of
 from dcp_checkfreq.data.wrap.made import (

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from dcp_checkfreq.data.order.position import parse, read_number, read_text
 from dcp_checkfreq.data.order.ranks import DataRank
+from dcp_checkfreq.data.order.saved_position import parse, read_number, read_text
 from dcp_checkfreq.data.wrap.made import Made
 from dcp_checkfreq.data.wrap.order_sources import Sources
 from dcp_checkfreq.data.wrap.trail import Comparison

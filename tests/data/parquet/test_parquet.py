@@ -238,7 +238,7 @@ def test_completed_row_groups_are_those_whose_rows_were_all_handed_out(source):
 def test_row_groups_are_held_only_while_a_lane_is_in_them(tmp_path):
     write_files(tmp_path, [[5] * 100])
     loader = ResumableParquetLoader(ParquetSource(tmp_path, lanes=4), 8)
-    reader = loader._feed._new_reader()
+    reader = loader._sampler._feed.args[0]()
     for _, share in loader._cursor.plan():
         reader.read(share)
         assert len(reader._held) <= 4
