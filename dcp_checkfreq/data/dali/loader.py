@@ -15,7 +15,7 @@ from dcp_checkfreq.data.dali.source import LABEL_TYPES, DALISource, names_id
 from dcp_checkfreq.data.order.cursor import Cursor, HandOut, HasPosition
 from dcp_checkfreq.data.order.options import LoaderOptions
 from dcp_checkfreq.data.order.permutation import SHUFFLED
-from dcp_checkfreq.data.order.position import Last, Position, Share
+from dcp_checkfreq.data.order.position import Last, Position, Share, check_count
 from dcp_checkfreq.data.order.saved_position import OnMismatch
 from dcp_checkfreq.errors import DataStateError
 
@@ -108,6 +108,7 @@ class ResumableDALILoader(HasPosition):
         self._paths = _checked_paths(paths)
         self._labels = _checked_labels(labels, len(self._paths))
         self._nrand = nrand
+        check_count("length", len(self._paths))
         options = LoaderOptions(
             batch_size=batch_size, global_batch=global_batch, seed=seed, last=last, rank=rank,
             world_size=world_size, on_mismatch=on_mismatch,

@@ -1,6 +1,7 @@
 """`ResumableIterator`: makes a loader of any other kind resume.
 
-`iterator` is the wrapper and `saved` the state that it saves. `order_sources` finds the generators
-and samplers that decide the loader's order, `made` describes what makes its batches, `content`
-digests a batch, and `trail` keeps those digests and compares a replay with them.
+`iterator` is the wrapper and `saved` the state that it saves; `suited` says which loaders can be
+wrapped. `order_sources` finds the generators and samplers that decide a loader's order, `made`
+describes what makes its batches. `content` digests a batch, `trail` keeps the digests of an epoch,
+and `handed_out` compares a replay with them.
 """

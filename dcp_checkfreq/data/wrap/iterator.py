@@ -9,18 +9,20 @@ from typing import Any, Literal, get_args
 
 from dcp_checkfreq.data.order.permutation import WORKER_STREAM, derive
 from dcp_checkfreq.data.order.ranks import resolve
-from dcp_checkfreq.data.order.saved_position import FORMAT, OnMismatch, short_id
-from dcp_checkfreq.data.random import global_state
-from dcp_checkfreq.data.wrap.content import digest_of
-from dcp_checkfreq.data.wrap.made import (
-    differences,
-    has_stream,
-    made_by,
-    made_here,
+from dcp_checkfreq.data.order.saved_position import (
+    FORMAT,
+    OnMismatch,
+    check_on_mismatch,
+    short_id,
 )
+from dcp_checkfreq.data.order.turns import Turns
+from dcp_checkfreq.data.random import global_state
+from dcp_checkfreq.data.wrap.handed_out import END, HandedOut
+from dcp_checkfreq.data.wrap.made import differences, has_stream, made_by, made_here
 from dcp_checkfreq.data.wrap.order_sources import Sources
-from dcp_checkfreq.data.wrap.saved import Saved, check_replayable
-from dcp_checkfreq.data.wrap.trail import Comparison, Trail
+from dcp_checkfreq.data.wrap.saved import Saved
+from dcp_checkfreq.data.wrap.suited import check_replayable, keeper_of
+from dcp_checkfreq.data.wrap.trail import Trail
 from dcp_checkfreq.errors import DataStateError
 
 _log = logging.getLogger(__name__)
@@ -88,11 +90,8 @@ class ResumableIterator:
     ) -> None:
         if mode not in get_args(Mode):
             raise ValueError(f"mode must be one of {get_args(Mode)}, got {mode!r}")
-        if on_mismatch not in get_args(OnMismatch):
-            raise ValueError(
-                f"on_mismatch must be one of {get_args(OnMismatch)}, got {on_mismatch!r}"
-            )
-        self._keeper: Any = _keeper_of(loader) if mode == "own" else None
+        check_on_mismatch(on_mismatch)
+        self._keeper: Any = keeper_of(loader) if mode == "own" else None
         self._sources = Sources(loader)
         if mode != "own":
             check_replayable(loader, self._sources)
@@ -106,14 +105,10 @@ class ResumableIterator:
         self._place = resolve(rank, world_size)
         self._is_per_rank = self._place.world_size == 1
         self._own_state: Any = None  # to be given to the keeper when the next iterator is made
-        self._generation = 0
+        self._turns = Turns(_WHAT)
         self._roots: dict[str, int] = {}  # of a saved state: they count instead of those found
-        self._compared = mode == "replay" and compare is not False
-        self._ids = compare if callable(compare) else None
-        self._trail: Trail | None = Trail()  # None: only what was loaded is known
-        self._loaded_trail: str | None = None
-        self._as_before = False  # an epoch that an earlier version began goes on as it did
-        self._hint = ""  # what may be why a replay goes another way
+        self._handed_out = HandedOut(compare if mode == "replay" else False, _WHAT)
+        self._as_before = False  # an epoch that an earlier version began continues as it did
 
     def belong_to_rank(self) -> None:
         """Keep what only holds for this rank in the state, too. `PerRank` calls it.
@@ -139,11 +134,10 @@ class ResumableIterator:
                 was trained, or has fewer batches.
         """
         self._place.check(_WHAT)
-        self._generation += 1
-        return self._run(self._generation)
+        return self._run(self._turns.begin())
 
-    def _run(self, generation: int) -> Iterator[Any]:
-        self._check(generation)
+    def _run(self, turn: int) -> Iterator[Any]:
+        self._turns.check(turn)
         epoch, skip = self.epoch, self.batches
         key = derive(WORKER_STREAM, self._seed, epoch)
         own = self._own()
@@ -159,67 +153,28 @@ class ResumableIterator:
             elif self._keeper is None:
                 self._sources.end_workers()
             batches = iter(self.loader)
-            trail = self._replay(batches, epoch, skip)
+            trail = self._handed_out.replay(batches, epoch, skip)
             data = global_state.save()
         finally:
             global_state.bring_back(training)
-        self._check(generation)
-        self._trail, self._loaded_trail = trail, None
+        self._turns.check(turn)
+        self._handed_out.resume(trail)
         while True:
-            self._check(generation)
+            self._turns.check(turn)
             training = global_state.save()
             global_state.bring_back(data)
             try:
-                batch = next(batches, _END)
+                batch = next(batches, END)
                 data = global_state.save()
             finally:
                 global_state.bring_back(training)
-            if batch is _END:
-                self.epoch, self.batches, self._trail = epoch + 1, 0, Trail()
-                self._as_before = False
+            if batch is END:
+                self.epoch, self.batches, self._as_before = epoch + 1, 0, False
+                self._handed_out.resume(Trail())
                 return
-            if self._compared:
-                trail.add(self._digest(batch))
+            self._handed_out.add(batch)
             self.batches += 1
             yield batch
-
-    def _replay(self, batches: Iterator[Any], epoch: int, count: int) -> Trail:
-        """Pass over the batches that were trained; make sure that they are those."""
-        known = self._trail_text() if count else None
-        comparison = None if known is None else Comparison(known, count)
-        trail = Trail()
-        for done in range(count):
-            batch = next(batches, _END)
-            if batch is _END:
-                raise DataStateError(
-                    _WHAT, f"epoch {epoch} has {done} batches, {count} were trained"
-                )
-            if not self._compared:
-                continue
-            short = trail.add(self._digest(batch))
-            parting = None if comparison is None else comparison.see(done + 1, short)
-            if parting is not None:
-                raise DataStateError(
-                    _WHAT,
-                    f"the replay of epoch {epoch} went another way: {parting} of {count} is not "
-                    f"the one that was trained{self._hint}. {_PARTED}",
-                )
-        return trail
-
-    def _digest(self, batch: Any) -> int:
-        return digest_of(batch if self._ids is None else self._ids(batch))
-
-    def _trail_text(self) -> str | None:
-        if not self._compared:
-            return None
-        return self._loaded_trail if self._trail is None else self._trail.text()
-
-    def _check(self, generation: int) -> None:
-        if generation != self._generation:
-            raise RuntimeError(
-                f"{_WHAT}: this iterator is stale: since it was made a state was loaded, or a "
-                "newer iterator was made. Take a new one"
-            )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was handed out.
@@ -269,7 +224,7 @@ class ResumableIterator:
             "here": made_here(self.loader),
             "roots": {**self._sources.roots(), **self._roots},
         }
-        if self.batches and (trail := self._trail_text()) is not None:
+        if self.batches and (trail := self._handed_out.text()) is not None:
             state["trail"] = trail
         return state
 
@@ -289,8 +244,7 @@ class ResumableIterator:
                 another number of ranks. The iterator is as it was.
         """
         chosen = on_mismatch or self._on_mismatch
-        if chosen not in get_args(OnMismatch):
-            raise ValueError(f"on_mismatch must be one of {get_args(OnMismatch)}, got {chosen!r}")
+        check_on_mismatch(chosen)
         given: object = state
         if not isinstance(given, Mapping):
             raise DataStateError(_WHAT, f"the saved state is not one of a data loader: {given!r}")
@@ -324,9 +278,12 @@ class ResumableIterator:
         self._own_state = own if batches else None
         self._roots = self._sources.taken_over(saved.roots or {})
         self._as_before = saved.as_before and batches > 0
-        self._trail, self._loaded_trail = (None, saved.trail) if batches else (Trail(), None)
-        self._hint = saved.workers_hint(made_by(self.loader, self._sources.loaders))
-        self._generation += 1
+        if batches:
+            hint = saved.workers_hint(made_by(self.loader, self._sources.loaders))
+            self._handed_out.load(saved.trail, hint)
+        else:
+            self._handed_out.resume(Trail())
+        self._turns.begin()
 
     def _changes(self, saved: Saved, *, needs_own: bool) -> str:
         pairs: list[tuple[str, object, object]] = [
@@ -358,34 +315,3 @@ class ResumableIterator:
 
 def _json(state: dict[str, Any]) -> str:
     return json.dumps(state, separators=(",", ":"))
-
-
-_END = object()
-_PARTED = (
-    "Each epoch must yield the same batches when it is iterated anew with the same random states. "
-    "If they hold the same samples and only look another way (other noise, floats of another kind "
-    "of CPU), pass compare= a function that returns the ids of a batch, or compare=False"
-)
-
-
-def _keeper_of(loader: Any) -> Any:
-    """Return what keeps a position of its own: the loader, or its data set in this process."""
-    if _keeps_position(loader):
-        return loader
-    dataset = getattr(loader, "dataset", None)
-    if not _keeps_position(dataset):
-        raise TypeError(
-            f"neither {type(loader).__name__} nor its data set has state_dict and load_state_dict: "
-            "use mode='replay'"
-        )
-    if getattr(loader, "num_workers", 0):
-        raise TypeError(
-            f"{type(dataset).__name__} keeps its position in {loader.num_workers} workers, out of "
-            "reach: use num_workers=0, a loader that keeps it (torchdata's StatefulDataLoader), or "
-            "mode='replay'"
-        )
-    return dataset
-
-
-def _keeps_position(thing: Any) -> bool:
-    return hasattr(thing, "state_dict") and hasattr(thing, "load_state_dict")

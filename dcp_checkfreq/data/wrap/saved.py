@@ -1,15 +1,13 @@
-"""What `ResumableIterator` saves, read and checked; which loaders it can't replay."""
+"""What `ResumableIterator` has saved, read and checked."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from dcp_checkfreq.data.order.ranks import DataRank
 from dcp_checkfreq.data.order.saved_position import parse, read_number, read_text
 from dcp_checkfreq.data.wrap.made import Made
-from dcp_checkfreq.data.wrap.order_sources import Sources
 from dcp_checkfreq.data.wrap.trail import Comparison
 from dcp_checkfreq.errors import DataStateError
 
@@ -51,18 +49,18 @@ class Saved:
 
         Args:
             text: the state.
-            of_rank: what only one rank could tell, if it is kept beside it.
-            place: of this rank. What another one told is left out.
+            of_rank: what only one rank could tell, if it is kept apart.
+            place: of this rank. What another one saved is left out.
 
         Raises:
             DataStateError: it is none, or of a newer format.
         """
         state = parse(text, _WHAT)
         if of_rank is not None and place is not None:
-            told = parse(of_rank, _WHAT)
-            of_whom = read_number(told, "rank", _WHAT), read_number(state, "world_size", _WHAT)
+            own = parse(of_rank, _WHAT)
+            of_whom = read_number(own, "rank", _WHAT), read_number(state, "world_size", _WHAT)
             if of_whom == (place.rank, place.world_size):
-                state |= {key: told[key] for key in OF_RANK if key in told}
+                state |= {key: own[key] for key in OF_RANK if key in own}
         batches = read_number(state, "batches", _WHAT)
         roots = _fields(state, "roots") if "roots" in state else None
         for path in roots or {}:
@@ -107,40 +105,3 @@ def _fields(state: dict[str, Any], key: str) -> dict[str, Any]:
     if not isinstance(fields, dict):
         raise DataStateError(_WHAT, f"{key!r} must be a mapping, saved was {fields!r:.200}")
     return fields
-
-
-def check_replayable(loader: Any, sources: Sources) -> None:
-    """Refuse what is known not to yield the same batches when it is iterated anew.
-
-    Raises:
-        TypeError: it, or its sampler, can be iterated once only, or it moves on by itself.
-        ValueError: its workers hand out batches as they are ready.
-    """
-    if isinstance(loader, Iterator):
-        raise TypeError(
-            f"{type(loader).__name__} can be iterated only once: pass what iter() is called on"
-        )
-    for path, one in {**sources.loaders, "": loader}.items():
-        _check_loader(one, f"{path}." if path else "")
-    own = [type(loader).__name__] if hasattr(type(loader), "steps_left") else sources.positioned
-    if own:
-        raise TypeError(
-            f"{own[0]} knows its position and goes on by itself; to replay it would "
-            "pass over batches that were not trained. Register it as it is, without "
-            f"{_WHAT}"
-        )
-
-
-def _check_loader(loader: Any, prefix: str) -> None:
-    for name in ("sampler", "batch_sampler"):
-        sampler = getattr(loader, name, None)
-        if isinstance(sampler, Iterator):
-            raise TypeError(
-                f"{prefix}{name}={type(sampler).__name__} can be iterated only once, so a second "
-                "epoch would be empty: pass what iter() is called on"
-            )
-    if getattr(loader, "in_order", True) is False and getattr(loader, "num_workers", None):
-        raise ValueError(
-            f"{prefix}in_order=False hands batches out as workers get them ready: another order "
-            "each time. Use in_order=True"
-        )
