@@ -1,9 +1,10 @@
 """What a training loop holds: `Checkpointer`, and what it is made of.
 
 `checkpointer` is the object itself, `save_loop` what saving does from step to step, `saver` one
-save at a time: `background_save` writes and publishes it, `replicas` names what differs between
-ranks, at `save_meeting` all ranks hear how it ended. `run` is the folder, the ranks and the name of
-a run, `run_history` are its steps on storage, `restorer` is a restore. `registered` are the parts
-that were handed in, `stopping` the last save after a signal, `dropped` what is given back at the
-end. `load_part` reads one part of a checkpoint without any of it.
+save at a time: `save_start` agrees with the other ranks on what is copied, `background_save` writes
+and publishes it, `replicas` names what differs between ranks, at `save_meeting` all ranks hear how
+it ended. `run` is the folder, the ranks and the name of a run, `run_history` are its steps on
+storage, `restorer` is a restore. `registered` are the parts that were handed in, `stopping` the
+last save after a signal, `dropped` what is given back at the end. `load_part` reads one part of a
+checkpoint without any of it.
 """

@@ -21,7 +21,7 @@ from dcp_checkfreq.ranks.own_group import GROUP_IS_GONE
 from dcp_checkfreq.runtime.clock import Clock
 from dcp_checkfreq.runtime.outcome import is_certain
 from dcp_checkfreq.runtime.told import tell
-from dcp_checkfreq.snapshot.inventory import Piece, Structure
+from dcp_checkfreq.snapshot.inventory import Piece
 from dcp_checkfreq.snapshot.stager import Snapshot
 from dcp_checkfreq.staging.upload import upload_and_publish
 
@@ -48,7 +48,6 @@ class SaveInFlight(BackgroundWork):
     started_s: float = field(kw_only=True)
     writer: CheckFreqWriter = field(kw_only=True)
     planner: CheckFreqSavePlanner = field(kw_only=True)
-    structure: Structure = field(kw_only=True)
     pieces: list[Piece] = field(kw_only=True)  # of a profile: what there is to write
 
 
@@ -128,7 +127,7 @@ def write_and_publish(
     measured.persist_s = max(0.0, clock.monotonic_s() - copied_s)
     if job.pieces:  # later saves keep the plan
         measured.persist_s = max(0.0, measured.persist_s - planner.planning_s)
-    written = planner.written_keys or frozenset()
+    written = planner.written_keys
     measured.written_bytes = sum(
         piece.size_bytes for piece in job.pieces if not written.isdisjoint(piece.paths)
     )

@@ -1,10 +1,10 @@
 """One save, from the live state to what all ranks know of it.
 
-On the training thread `begin` agrees with the other ranks on how to save, and takes the snapshot or
-starts it. In the background the snapshot is written and published by DCP; then the ranks *meet*:
-each holds its training loop at the gate for a moment, they exchange what happened and what it
-cost, and rank 0 decides what comes next. `Ended.at` is a step that no rank has reached yet, so all
-of them act on it at the same one.
+On the training thread `begin` agrees with the other ranks on what is copied, and takes the snapshot
+or starts it. In the background it is written and published by DCP; then the ranks *meet*: each
+holds its training loop at the gate for a moment, they exchange what happened and what it cost, and
+rank 0 decides what comes next. `Ended.at` is a step that no rank has reached yet, so all of them
+act on it at the same one.
 """
 
 from __future__ import annotations
@@ -13,28 +13,25 @@ import functools
 import logging
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 from dcp_checkfreq.checkpointer.background_save import (
     BackgroundWork,
     SaveInFlight,
     ends_of,
-    refusing,
     save_failed,
     write_and_publish,
 )
 from dcp_checkfreq.checkpointer.run import Run
 from dcp_checkfreq.checkpointer.run_history import RunHistory
 from dcp_checkfreq.checkpointer.save_meeting import meet
+from dcp_checkfreq.checkpointer.save_start import SaveStart
 from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner
 from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import (
     PublishUnknown,
     SaveFailed,
-    SnapshotFailed,
 )
-from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.save_record import Ended, Measured
 from dcp_checkfreq.policy.save_schedule import SaveSchedule
 from dcp_checkfreq.ranks.patience import give_up_if_stuck, wait_for
@@ -51,19 +48,9 @@ from dcp_checkfreq.runtime.told import (
     as_ours,
     text_of,
 )
-from dcp_checkfreq.snapshot.inventory import Structure, Survey
 from dcp_checkfreq.snapshot.optimizer_guard import Guard
-from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
 
 _log = logging.getLogger(__name__)
-
-
-@dataclass(frozen=True, slots=True)
-class _Ready:
-    """What a rank says before anything is copied."""
-
-    step: int
-    plan_fits: bool
 
 
 class Saver:
@@ -92,10 +79,9 @@ class Saver:
         schedule: SaveSchedule,
     ) -> None:
         self._ranks, self._clock, self._lease = run.ranks, run.clock, run.lease
-        self._gate, self._guard, self._planner = gate, guard, planner
-        self._run_history, self._schedule = run_history, schedule
+        self._gate, self._run_history, self._schedule = gate, run_history, schedule
+        self._save_start = SaveStart(run.ranks, guard, planner, run.clock)
         self._crew = Crew(1, "checkfreq-save")  # one: collectives must not interleave
-        self._planned: Structure | None = None  # of the state that the kept plan is for
         self._job: BackgroundWork | None = None
         self._running: Task[None] | None = None
         self._cleaning: Task[None] | None = None
@@ -152,92 +138,19 @@ class Saver:
         """
         assert self._job is None
         begun_s = self._clock.monotonic_s()
-        writer, survey, only = self._agreed_state(step, capture, open_writer)
+        agreed = self._save_start.agree(step, capture, open_writer)
         measured.call_s = self._clock.monotonic_s() - begun_s
         try:
-            stopped, job = self._with_snapshot(
-                step, writer, survey, only, measured, profile=profile, facts=facts
+            job, stopped = self._save_start.copy(
+                step, agreed, measured, profile=profile, facts=facts
             )
             self._start(job, functools.partial(self._write, job))
         except BaseException:
             if self._job is None:
-                writer.close()  # also after Ctrl-C, whose traceback may keep everything alive
+                agreed.writer.close()  # also after Ctrl-C, whose traceback may keep all alive
             raise
         if stopped is not None:
             raise stopped  # `KeyboardInterrupt`, say; the other ranks hear of it in the save
-
-    def _with_snapshot(
-        self,
-        step: int,
-        writer: CheckFreqWriter,
-        survey: Survey,
-        only: frozenset[str] | None,
-        measured: Measured,
-        *,
-        profile: bool,
-        facts: Callable[[], Any],
-    ) -> tuple[BaseException | None, SaveInFlight]:
-        """Begin the snapshot; return the save, and what ends this process if something does."""
-        begun_s = self._clock.monotonic_s()
-        planner, snapshot, stopped = self._planner, None, None
-        try:
-            snapshot = self._begin_snapshot(writer, survey, only, measured, profile=profile)
-        except BaseException as error:
-            # The others are on their way into the save: this rank has to be there and say no.
-            planner = refusing(self._ranks, step, "copying the state", error)
-            stopped = None if isinstance(error, Exception) else error
-            if stopped is not None and self._ranks.is_alone:
-                raise
-        return stopped, SaveInFlight(
-            step,
-            measured,
-            facts,
-            snapshot,
-            writer=writer,
-            planner=planner,
-            structure=survey.inventory.structure,
-            pieces=survey.inventory.pieces if profile else [],
-            begun_s=begun_s,
-            started_s=self._clock.monotonic_s(),
-        )
-
-    def _begin_snapshot(
-        self,
-        writer: CheckFreqWriter,
-        survey: Survey,
-        only: frozenset[str] | None,
-        measured: Measured,
-        *,
-        profile: bool,
-    ) -> Snapshot:
-        guarded = (
-            self._guard.addresses() if profile or measured.mode is not Mode.BLOCKING else set()
-        )
-        if profile:
-            measured.gpu_copy_s = gpu_copy_s(survey, guarded)
-
-        def begin() -> Snapshot:
-            return writer.stager.begin(
-                survey,
-                only=only,
-                guarded=set() if measured.mode is Mode.BLOCKING else guarded,
-                on_gpu=measured.mode is Mode.GPU,
-                touch_first=profile,
-            )
-
-        try:
-            snapshot = begin()
-        except SnapshotFailed as error:
-            if measured.mode is not Mode.GPU:
-                raise
-            _log.warning("%s; this one goes to the host", error)
-            measured.mode = Mode.CPU
-            snapshot = begin()
-        self._planner.expect_partial(only is not None)
-        self._guard.arm(snapshot)
-        measured.copied_bytes = snapshot.copied_bytes
-        measured.state_bytes = snapshot.state_bytes
-        return snapshot
 
     def begin_finishing(self, step: int, finish: Callable[[], None], measured: Measured) -> None:
         """Publish ``step``, which an earlier process has saved, by calling ``finish``.
@@ -260,40 +173,6 @@ class Saver:
         if running.is_nobodys:
             _log.warning("step %d is saved before training goes on: no thread can be had", job.step)
             running.run()
-
-    def _agreed_state(
-        self,
-        step: int,
-        capture: Callable[[], Mapping[str, Any]],
-        open_writer: Callable[[], CheckFreqWriter],
-    ) -> tuple[CheckFreqWriter, Survey, frozenset[str] | None]:
-        """Look at the live state.
-
-        Returns:
-            What writes it, the look, and what this rank writes; None if that is not known.
-        """
-        found: list[tuple[CheckFreqWriter, Survey, frozenset[str] | None]] = []
-
-        def look() -> _Ready:
-            try:
-                writer = open_writer()
-            except OSError as error:
-                raise save_failed(step)(text_of(error)) from error
-            writer.watchdog = self._ranks.watchdog
-            survey = writer.stager.survey(capture())
-            structure = survey.inventory.structure
-            fits = self._planned is structure or self._planned == structure
-            self._planned = None  # until this save has worked
-            only = self._planner.written_keys if fits else None
-            found.append((writer, survey, only))
-            return _Ready(step, only is not None)
-
-        with self._ranks.doing("capturing the state", f"of step {step}"):
-            all_fit = self._ranks.combine(
-                "capturing the state", look, _all_ready, wrap=save_failed(step)
-            )
-        writer, survey, only = found[0]
-        return writer, survey, only if all_fit and not self._ranks.is_alone else None
 
     def take_result(self, step: int) -> Ended | None:
         """Return how the save in flight has ended, or None; it is in flight no more then.
@@ -430,7 +309,6 @@ class Saver:
 
     def _write(self, job: SaveInFlight) -> None:
         write_and_publish(job, self._ranks, self._clock, self._lease.renew_quietly)
-        self._planned = job.structure
 
     def _begin_cleaning(self, step: int) -> None:
         self._cleaning = self._crew.start(functools.partial(self._clean_up, step))
@@ -442,11 +320,3 @@ class Saver:
                 self._schedule.store()
         except Exception:  # noqa: BLE001  nothing of it concerns the training
             report(_log.exception, "step %d is saved; cleaning up after it failed", step)
-
-
-def _all_ready(ranks: list[_Ready]) -> bool:
-    """Return whether the kept plan fits on all ranks; raise if they are not at the same step."""
-    steps = sorted({ready.step for ready in ranks})
-    if len(steps) > 1:
-        raise SaveFailed(f"step {steps[0]}", f"the ranks are saving different steps: {steps}")
-    return all(ready.plan_fits for ready in ranks)

@@ -68,9 +68,17 @@ class _KeptPlan:
     """One rank's part of a plan that worked."""
 
     token: str
-    signature: Structure
+    structure: Structure  # of the state that it is for
     plan: SavePlan
     written_keys: frozenset[str]  # made with the plan: every save of the training thread asks
+
+
+@dataclass(frozen=True, slots=True)
+class _Decision:
+    """Whether the kept plan fits a save."""
+
+    structure: Structure  # of the state that is saved
+    kept: _KeptPlan | None  # None: a new one is made
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,7 +116,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self.planning_s = 0.0  # what planning anew took in the last save; 0 for a kept plan
         self._kept: _KeptPlan | None = None
         self._kept_global: _KeptGlobalPlan | None = None
-        self._signature: Structure = []
+        self._decided: _Decision | None = None  # of the next save, if it was asked for
         self._streams: dict[str, io.BytesIO] = {}
         self._values = ValueChecks()
         self._check_tensors = True
@@ -119,14 +127,33 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         self._digests: dict[str, int] = {}
 
     @property
-    def written_keys(self) -> frozenset[str] | None:
-        """Flat keys of what this rank writes as long as the kept plan fits; None if none is kept.
+    def written_keys(self) -> frozenset[str]:
+        """Flat keys of what this rank writes by the kept plan; none if no plan is kept."""
+        return frozenset() if self._kept is None else self._kept.written_keys
 
-        Of no use, and None, while replicated tensors are to be compared: that takes all of them.
+    def decide(self, structure: Structure) -> frozenset[str] | None:
+        """Decide whether the kept plan fits the next save.
+
+        Who looks at the state before it is copied calls this, and no more has to be copied than
+        what this rank writes, if all ranks have a plan that fits. Nobody has to: otherwise it is
+        decided when the plan is asked for.
+
+        Args:
+            structure: of the live state.
+
+        Returns:
+            Flat keys of what this rank writes; None if the kept plan does not fit, or if replicated
+            tensors are to be compared, which takes all of them.
         """
-        if self._kept is None or self._check_tensors:
-            return None
-        return self._kept.written_keys
+        self._decided = self._decision_on(structure)
+        kept = self._decided.kept
+        return None if kept is None or self._check_tensors else kept.written_keys
+
+    def _decision_on(self, structure: Structure) -> _Decision:
+        # Put back only when the plan worked: after a failed save this rank sends its whole plan.
+        kept, self._kept = self._kept, None
+        fits = kept is not None and kept.structure == structure
+        return _Decision(structure, kept if fits else None)
 
     def expect_partial(self, is_partial: bool) -> None:
         """Say whether the next state has meta tensors in place of what other ranks write."""
@@ -173,7 +200,11 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
             return self._create_local_plan()
 
     def _create_local_plan(self) -> SavePlan:
-        self._signature = [describe(key, value) for key, value in self.state_dict.items()]
+        decided, self._decided = self._decided, None
+        if decided is None:
+            leaves = [describe(key, value) for key, value in self.state_dict.items()]
+            decided = self._decision_on(Structure(leaves, self.mappings))
+        self._decision = decided
         self._streams = {
             key: serialised(value, key)
             for key, value in self.state_dict.items()
@@ -190,14 +221,9 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         if self._check_tensors:
             digests |= _tensor_digests(shared)
         self._digests = digests
-        # Put back only when the plan worked: after a failed save this rank sends its whole plan.
-        kept, self._kept = self._kept, None
-        if kept is not None and kept.signature == self._signature:
-            self._candidate: _KeptPlan | None = kept
-            return SavePlan(
-                [], planner_data=_Facts({}, kept.token, self._name, digests), usable=False
-            )
-        self._candidate = None
+        if decided.kept is not None:
+            facts = _Facts({}, decided.kept.token, self._name, digests)
+            return SavePlan([], planner_data=facts, usable=False)
         plan = super().create_local_plan()
         return dataclasses.replace(
             plan,
@@ -256,11 +282,11 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
         """Return the plan to carry out, and keep it for the next save."""
         if new_plan.usable:
             keys = frozenset(item.index.fqn for item in new_plan.items)
-            self._kept = _KeptPlan(new_plan.planner_data, self._signature, new_plan, keys)
+            self._kept = _KeptPlan(new_plan.planner_data, self._decision.structure, new_plan, keys)
         else:
-            if self._candidate is None:
+            if self._decision.kept is None:
                 raise PlanCacheStale(self._where, "this rank has no kept plan")
-            self._kept = self._candidate
+            self._kept = self._decision.kept
         self._check_tensors = False
         self.planning_s = self._clock.monotonic_s() - self._begun_s if new_plan.usable else 0.0
         self.plan = self._kept.plan
@@ -273,6 +299,7 @@ class CheckFreqSavePlanner(DefaultSavePlanner):
             value = super().lookup_object(index)
         # A plain tensor is in one piece; DCP's look-up comes to the same, in ten times the time.
         if self._is_partial and isinstance(value, torch.Tensor) and value.is_meta:
+            self._kept = None
             raise PlanCacheStale(
                 self._where,
                 f"{index.fqn!r} is this rank's to write by a new plan, and was not copied. "

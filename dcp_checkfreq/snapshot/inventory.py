@@ -24,8 +24,20 @@ from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.shards.self_described import describes_itself, description_of, memory_parts
 from dcp_checkfreq.snapshot.optimizer_guard import Address, address_of
 
-Structure = list[tuple[object, ...]]
 _Mark = tuple[object, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Structure:
+    """What the plan of a save depends on: while it is unchanged, a plan made before still fits.
+
+    Attributes:
+        leaves: what `describe` says of every leaf, in order.
+        nesting: of mappings and lists, with their keys; says which leaf is where.
+    """
+
+    leaves: list[tuple[object, ...]]
+    nesting: object
 
 
 def describe(key: str, value: object) -> tuple[object, ...]:
@@ -66,7 +78,7 @@ class Inventory:
     """What a state holds and where that is in memory. It keeps no tensor alive.
 
     Attributes:
-        structure: every leaf of the state. While it is unchanged, a plan made before still fits.
+        structure: by which a plan that fits is known.
         pieces: of memory, in the order they were found.
         paths: of the leaves, as DCP's flat keys.
         pieces_of: numbers of the pieces of every leaf, None for what is no tensor. It is one but
@@ -77,13 +89,13 @@ class Inventory:
 
     def __init__(self, look: _Look) -> None:
         self.paths, self._marks = look.paths, look.marks
-        self.structure: Structure = []
+        self.structure = Structure([], look.tree)
         self.pieces_of: list[tuple[int, ...] | None] = []
         self.first: list[tuple[int, int]] = []
         numbers: dict[object, int] = {}
         paths: list[list[str]] = []
         for leaf, (path, value) in enumerate(zip(look.paths, look.values, strict=True)):
-            self.structure.append(describe(path, value))
+            self.structure.leaves.append(describe(path, value))
             if not isinstance(value, torch.Tensor):
                 self.pieces_of.append(None)
                 continue
@@ -108,7 +120,11 @@ class Inventory:
 
     def is_of(self, look: _Look) -> bool:
         """Tell whether another look has found the same."""
-        return self._marks == look.marks and self.paths == look.paths
+        return (
+            self._marks == look.marks
+            and self.paths == look.paths
+            and self.structure.nesting == look.tree
+        )
 
 
 class _Look:

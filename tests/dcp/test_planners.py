@@ -5,6 +5,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from behaviour_tools import blank, fails_with, files_in, load, same, save, some_state
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from dcp_checkfreq import (
     CheckFreqLoadPlanner,
@@ -117,6 +118,18 @@ def test_a_changed_structure_is_planned_anew(tmp_path, change):
     assert planner.made == 3
     assert same(load(changed, tmp_path / "2"), changed)
     assert same(load(some_state(), tmp_path / "3"), some_state(3.0))
+
+
+@pytest.mark.parametrize("other", [{"a.b": torch.ones(3)}, {"a": [0, torch.ones(3)]}])
+def test_a_kept_plan_does_not_fit_where_a_key_means_another_place(tmp_path, other):
+    """Keys of tensors are the same, but what a stock tool makes of the checkpoint is not."""
+    planner = CountsPlans()
+    base = {"a": {"b": torch.ones(3)}} if "a.b" in other else {"a": {"0": 0, "1": torch.ones(3)}}
+    for step, state in enumerate([base, other, base], start=1):
+        save(state, tmp_path / f"{step}", planner=planner)
+        dcp_to_torch_save(tmp_path / f"{step}", tmp_path / f"{step}.pt")
+        assert same(torch.load(tmp_path / f"{step}.pt"), state)
+    assert planner.made == 3
 
 
 def test_a_planner_that_saw_a_failed_save_plans_anew_and_goes_on(tmp_path):

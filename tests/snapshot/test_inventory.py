@@ -1,5 +1,7 @@
 """What tensors a state holds, under which names, and when two states have the same structure."""
 
+from collections import OrderedDict
+
 import pytest
 import torch
 from torch import nn
@@ -57,7 +59,7 @@ def test_state_bytes_count_the_same_memory_once():
 def test_what_dcp_does_not_look_into_holds_no_tensor_of_ours():
     survey = Survey({"tuple": (torch.ones(3),), "object": object(), "set": {1}})
     assert survey.inventory.pieces == []
-    assert [entry[0] for entry in survey.inventory.structure] == ["tuple", "object", "set"]
+    assert [entry[0] for entry in survey.inventory.structure.leaves] == ["tuple", "object", "set"]
 
 
 SAME = {
@@ -75,6 +77,8 @@ OTHER = {
     "tensor for value": lambda: {"w": torch.ones(3), "n": torch.ones(()), "l": [1, torch.ones(2)]},
     "longer list": lambda: {"w": torch.ones(3), "n": 1, "l": [1, torch.ones(2), 3]},
     "deeper": lambda: {"w": torch.ones(3), "n": 1, "l": [1, [torch.ones(2)]]},
+    "mapping for list": lambda: {"w": torch.ones(3), "n": 1, "l": {"0": 1, "1": torch.ones(2)}},
+    "dotted key": lambda: {"w": torch.ones(3), "n": 1, "l.0": 1, "l": {"1": torch.ones(2)}},
 }
 
 
@@ -95,19 +99,39 @@ def test_a_kept_plan_does_not_fit_another_structure(make):
 
 
 def test_structures_that_are_equal_make_equal_plans():
-    """What the planner compares, and what was compared before copying, never disagree."""
+    """The planner compares nothing again: a plan that fits by the survey is carried out."""
 
-    def signature(state):
+    def plan(state):
         planner = CheckFreqSavePlanner()
         planner.set_up_planner(state, None, True)
-        planner.create_local_plan()
-        return planner._signature
+        made = planner.create_local_plan()
+        return made.items, made.planner_data.mappings
 
-    states = [make() for make in (*SAME.values(), *OTHER.values())]
+    plain = [
+        lambda: {"l": [1, "text"], "n": 1},
+        lambda: {"l": {"0": 1, "1": "text"}, "n": 1},
+        lambda: {"l": {0: 1, 1: "text"}, "n": 1},
+        lambda: {"l": [], "n": 1},
+        lambda: {"l": {}, "n": 1},
+        lambda: {"l": (), "n": 1},
+        lambda: {"l": [[], {}], "n": 1},
+        lambda: {"l": OrderedDict({"0": 1, "1": "text"}), "n": 1},
+    ]
+    states = [make() for make in (*SAME.values(), *OTHER.values(), *plain)]
+    equal = 0
     for one in states:
         for other in states:
             if Survey(one).inventory.structure == Survey(other).inventory.structure:
-                assert signature(one) == signature(other)
+                assert plan(one) == plan(other)
+                equal += 1
+    assert equal > len(states)
+
+
+def test_an_inventory_of_other_containers_is_not_recognised():
+    known = Survey({"l": [1, "text"], "n": 1}).inventory
+    survey = Survey({"l": {"0": 1, "1": "text"}, "n": 1}, [known])
+    assert survey.inventory is not known
+    assert Survey({"l": [2, None], "n": "x"}, [known]).inventory is known
 
 
 @pytest.mark.parametrize("key", ["a", "deep"])
