@@ -116,7 +116,7 @@ def a_rank_cannot_look_into_its_values(shared):
     rank = dist.get_rank()
     parts = {"trainer": {"seen": rank}}
     ckpt = Checkpointer(shared / "blind", parts, every=1000)
-    planner = ckpt._saver._planner
+    planner = ckpt._planner
 
     def blind(keys):
         raise RuntimeError("it is dark")
