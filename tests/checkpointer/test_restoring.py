@@ -23,6 +23,8 @@ from dcp_checkfreq import (
     StepsExist,
     find_latest_valid,
 )
+from dcp_checkfreq.format import names
+from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier, MemoryTier
 
 
@@ -158,6 +160,44 @@ def test_the_older_checkpoint_is_restored_when_a_digest_fails_during_the_load(tm
     assert torch.equal(state["w"], torch.full((200_000,), 2.0))
     assert state["note"] == "at 2"
     assert "step_00000003" in caplog.text
+
+
+class NotesChanges(ForwardingTier):
+    """Notes the calls that change the storage, or read a shard."""
+
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.calls = []
+
+    def around(self, verb, name, call):
+        if verb not in ("list", "size", "read", "make", "sync"):
+            self.calls.append((verb, name))
+        return call()
+
+
+@pytest.mark.parametrize("damaged", [0, 1, 3])
+def test_a_restore_cleans_up_once_however_many_checkpoints_it_tries(tmp_path, damaged):
+    big = {"w": torch.zeros(200_000), "note": ""}
+    run(tmp_path, 4, keep_last=9, state=big)
+    for step in range(4, 4 - damaged, -1):
+        (shard,) = (tmp_path / f"step_{step:08d}").glob("*.distcp")
+        content = bytearray(shard.read_bytes())
+        content[len(content) // 2] ^= 1
+        shard.write_bytes(content)
+    old = tmp_path / "step_00000009"  # of an attempt that died
+    old.mkdir()
+    (old / names.shard_file(0, 0, names.new_attempt())).write_bytes(b"x")
+    os.utime(next(old.iterdir()), (0, 0))
+    tier = NotesChanges(LocalTier(tmp_path))
+    with Checkpointer(tier, {"w": torch.zeros(200_000), "note": ""}, every=1) as ckpt:
+        tier.calls.clear()
+        assert ckpt.restore().step == 4 - damaged
+        changes = [call for call in tier.calls if call[0] not in ("open", "read_into")]
+        first_read = min(at for at, (verb, _) in enumerate(tier.calls) if verb == "open")
+        assert sorted(tier.calls[:first_read]) == sorted(changes), "first clean, then try"
+        verbs = [verb for verb, _ in changes]
+        assert (verbs.count("replace"), verbs.count("delete"), verbs.count("remove")) == (1, 1, 1)
+    assert not old.exists()
 
 
 @pytest.mark.parametrize("gone", [".metadata", "*.distcp"])
