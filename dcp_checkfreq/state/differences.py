@@ -25,15 +25,15 @@ class Differences:
     def __bool__(self) -> bool:
         return bool(self.missing or self.unexpected or self.cast)
 
-    def told(self, part: str) -> str:
-        """Return all of it as a text."""
-        texts = (
+    def described(self, part: str) -> str:
+        """Return a text that says all of it."""
+        kinds = (
             ("the checkpoint lacks", self.missing),
             ("it holds more than is registered", self.unexpected),
             ("saved with another dtype", self.cast),
         )
-        said = [f"{what}: {listed(names)}" for what, names in texts if names]
-        return f"{part!r}: {'; '.join(said)}"
+        texts = [f"{what}: {listed(names)}" for what, names in kinds if names]
+        return f"{part!r}: {'; '.join(texts)}"
 
 
 def listed(names: Sequence[str]) -> str:
@@ -42,16 +42,21 @@ def listed(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + more
 
 
+def shapes_differ(name: str, saved: Sequence[int], wanted: Sequence[int]) -> str:
+    """Return a text about a tensor that was saved in another shape."""
+    return f"{name}: saved {list(saved)}, wanted {list(wanted)} (shapes differ)"
+
+
 def refuse(where: str, found: dict[str, Differences]) -> None:
     """Raise if any part has differences.
 
     Raises:
         StateMismatch: nothing was touched.
     """
-    told = [one.told(part) for part, one in found.items() if one]
-    if told:
+    texts = [one.described(part) for part, one in found.items() if one]
+    if texts:
         raise StateMismatch(
             where,
-            f"{'. '.join(told)}. Nothing was restored. Register what was saved, name the parts in "
+            f"{'. '.join(texts)}. Nothing was restored. Register what was saved, name the parts in "
             "optional= or rename=, or take what fits with strict=False",
         )

@@ -23,13 +23,13 @@ from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.errors import StateMismatch, UnsupportedState
 from dcp_checkfreq.shards.codec import cloned, is_sharded_tensor
-from dcp_checkfreq.state.differences import Differences, listed
+from dcp_checkfreq.state.differences import Differences, listed, shapes_differ
 from dcp_checkfreq.state.names import why_nameless, without_wrappers
 from dcp_checkfreq.state.packed import is_packed, keys_of, pack_if_needed, unpack
-from dcp_checkfreq.state.part import Undo, tensor_described
+from dcp_checkfreq.state.part import Undo, module_described
 from dcp_checkfreq.state.saved import Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.tensor_kinds import is_in_order
-from dcp_checkfreq.state.tree import tree_of
+from dcp_checkfreq.state.tree import tree_of, with_tensors
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
 
 
@@ -65,8 +65,7 @@ class Fsdp1ModulePart:
 
     def describe(self) -> list[object]:
         """Return kinds of all parameters and buffers."""
-        tensors = [*self.module.named_parameters(), *self.module.named_buffers()]
-        return ["module", *([name, *tensor_described(tensor)] for name, tensor in tensors)]
+        return module_described(self.module)
 
     def fill(
         self, saved: SavedState, renames: Renames, wanted: Wanted
@@ -84,9 +83,7 @@ class Fsdp1ModulePart:
                 if not (leaf.is_tensor and isinstance(live, torch.Tensor)):
                     leaves.append(((fqn, *leaf.path[1:]), wanted.either(leaf)))
                 elif live.shape != kept.size:
-                    misfits.append(
-                        f"{fqn}: saved {list(kept.size)}, wanted {list(live.shape)} (shapes differ)"
-                    )
+                    misfits.append(shapes_differ(fqn, kept.size, live.shape))
                 else:
                     if live.dtype != kept.properties.dtype:
                         found.cast.append(f"{self.name}.{fqn}")
@@ -198,13 +195,7 @@ class Fsdp1Fill:
         self._put(tree_of(self._leaves))
 
 
-def _copied(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value.detach().clone() if isinstance(value, DTensor) else cloned(value)
-    if isinstance(value, dict):
-        return {key: _copied(inner) for key, inner in value.items()}
-    if isinstance(value, list):
-        return [_copied(inner) for inner in value]
-    if type(value) is tuple:
-        return tuple(_copied(inner) for inner in value)
-    return value
+def _copied(state: dict[str, Any]) -> Any:
+    return with_tensors(
+        state, lambda one: one.detach().clone() if isinstance(one, DTensor) else cloned(one)
+    )

@@ -23,10 +23,10 @@ class OddFill:
         name: of it, for errors.
         live: the tensor; None: there is none yet.
         leaves: of it, in the checkpoint.
-        wanted: hears what is to be loaded.
+        wanted: takes down what is to be loaded.
 
     Attributes:
-        value: what was loaded, once `misfit` was asked.
+        value: what was loaded, once `assemble` has put it together.
     """
 
     def __init__(
@@ -41,8 +41,8 @@ class OddFill:
         """Tell whether what was saved may be such a tensor."""
         return {one for leaf in leaves for one in leaf.path[1:2]} == {TREE, TENSORS}
 
-    def misfit(self, where: str, make: Make) -> list[str]:
-        """Return why what was saved cannot be copied into the live tensor; touches nothing."""
+    def assemble(self, where: str, make: Make) -> list[str]:
+        """Put together what was loaded; return why it cannot be copied into the live tensor."""
         value: Any = tree_of([(leaf.path[1:], one) for leaf, one in self._loaded])
         if is_packed(value):
             value = unpacked_from(value, self._name, where, make)

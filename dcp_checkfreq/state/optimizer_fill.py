@@ -14,13 +14,8 @@ from torch.optim import Optimizer
 from dcp_checkfreq.errors import StateMismatch
 from dcp_checkfreq.format.torch_private import load_hooks_of
 from dcp_checkfreq.state.differences import Differences, listed
-from dcp_checkfreq.state.from_torch import kept_from_torch, survives
 from dcp_checkfreq.state.names import without_wrappers
-from dcp_checkfreq.state.packed import (
-    Make,
-    is_packed,
-    unpack,
-)
+from dcp_checkfreq.state.packed import Make, is_packed, unpack
 from dcp_checkfreq.state.part import Undo, is_trusted
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.sharded_state import (
@@ -30,9 +25,10 @@ from dcp_checkfreq.state.sharded_state import (
     sharded_as_said,
     without_wrapper_tensors,
 )
+from dcp_checkfreq.state.torch_load import kept_from_torch, put_right
 from dcp_checkfreq.state.tree import nested
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
-from dcp_checkfreq.state.wrappers import RECORD, holds_wrapper
+from dcp_checkfreq.state.wrapper_record import RECORD
 
 if TYPE_CHECKING:
     from dcp_checkfreq.state.optimizer_part import OptimizerPart
@@ -211,7 +207,7 @@ class OptimizerFill:
         for parameter, name in zip(part.local_parameters(), self._local_names, strict=True):
             if name in loaded:
                 now = local.state.get(parameter)
-                wrong += [f"{name}.{path}" for path in _put_right(now, loaded[name], parameter)]
+                wrong += [f"{name}.{path}" for path in put_right(now, loaded[name], parameter)]
         if wrong:
             raise StateMismatch(
                 self._where,
@@ -288,49 +284,6 @@ def _is_equal(one: Any, other: Any) -> bool:
 
 def _is_sharded_as(tensor: object, size: torch.Size) -> bool:
     return isinstance(tensor, DTensor) and tensor.shape == size
-
-
-def _put_right(live: Any, loaded: Any, parameter: torch.Tensor) -> list[str]:
-    """Replace, in the live state of a parameter, what torch has cast; return what cannot be."""
-    if not isinstance(loaded, dict):
-        return [] if _is_as_loaded(live, loaded) else ["state"]
-    if not isinstance(live, dict):
-        return list(map(str, loaded))
-    wrong = []
-    for key, value in loaded.items():
-        if _is_as_loaded(live.get(key), value):
-            continue
-        if isinstance(value, torch.Tensor) and isinstance(live.get(key), torch.Tensor):
-            live[key] = value if holds_wrapper(value) else value.to(live[key].device)
-        elif isinstance(value, (dict, list, tuple)) or not survives(value):
-            live[key] = _moved(value, parameter.device)
-        else:
-            wrong.append(str(key))
-    return wrong
-
-
-def _is_as_loaded(live: Any, loaded: Any) -> bool:
-    if isinstance(loaded, torch.Tensor):
-        return isinstance(live, torch.Tensor) and same(live, loaded)
-    if type(live) is not type(loaded):
-        return False
-    if isinstance(loaded, Mapping):
-        return list(live) == list(loaded) and all(
-            _is_as_loaded(live[key], loaded[key]) for key in loaded
-        )
-    if isinstance(loaded, (list, tuple)):
-        return len(live) == len(loaded) and all(map(_is_as_loaded, live, loaded))
-    return survives(loaded)
-
-
-def _moved(value: Any, device: torch.device) -> Any:
-    if isinstance(value, torch.Tensor):
-        return value if value.device == device else value.to(device)
-    if isinstance(value, dict):
-        return {key: _moved(inner, device) for key, inner in value.items()}
-    if type(value) in (list, tuple):
-        return type(value)(_moved(inner, device) for inner in value)
-    return value
 
 
 def _with_paths(saved: SavedState, part: str, renames: Renames, names: Sequence[str]) -> SavedState:

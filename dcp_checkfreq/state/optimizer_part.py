@@ -33,7 +33,8 @@ from dcp_checkfreq.state.sharded_state import (
 from dcp_checkfreq.state.tensor_kinds import is_in_order, is_odd
 from dcp_checkfreq.state.value_part import AbsentFill, ValueFill, ValuePart
 from dcp_checkfreq.state.wanted import Wanted
-from dcp_checkfreq.state.wrappers import Kinds, is_usual_shard, stored
+from dcp_checkfreq.state.wrapper_kinds import Kinds
+from dcp_checkfreq.state.wrappers import is_usual_shard, stored
 
 
 class OptimizerPart:

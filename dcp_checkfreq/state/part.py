@@ -80,6 +80,12 @@ def tensor_described(tensor: torch.Tensor) -> list[object]:
     return [list(tensor.shape), list(local.shape), str(local.dtype), local.device.type]
 
 
+def module_described(module: torch.nn.Module) -> list[object]:
+    """Return kinds of all parameters and buffers."""
+    tensors = [*module.named_parameters(), *module.named_buffers()]
+    return ["module", *([name, *tensor_described(tensor)] for name, tensor in tensors)]
+
+
 def is_trusted(code: object) -> bool:
     """Tell whether a class or function is torch's own."""
     return str(getattr(code, "__module__", "")).partition(".")[0] in _TRUSTED

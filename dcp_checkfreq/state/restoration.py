@@ -211,7 +211,7 @@ class Restoration:
         """Log what was not restored."""
         for name, found in self.differences.items():
             if found:
-                _log.warning("%s: %s", self._where, found.told(name))
+                _log.warning("%s: %s", self._where, found.described(name))
         if self.left_out:
             _log.warning(
                 "%s: the checkpoint also holds %s, which are not registered; they are left alone",

@@ -25,20 +25,20 @@ from dcp_checkfreq.shards.boxes import (
 from dcp_checkfreq.shards.codec import is_same, local_of
 from dcp_checkfreq.state.saved import Leaf
 from dcp_checkfreq.state.tensor_kinds import cannot_be_cast, is_alike, is_in_order
+from dcp_checkfreq.state.tree import nested
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
+from dcp_checkfreq.state.wrapper_kinds import Kinds
+from dcp_checkfreq.state.wrapper_record import RECORD, record_of
 from dcp_checkfreq.state.wrappers import (
-    RECORD,
-    Kinds,
     flat,
     holds_wrapper,
     is_taken_apart,
     is_wrapper,
     live_parts,
-    record_of,
     stored,
 )
 
-LAYOUTS = "__dcp_checkfreq_layouts__"  # beside the state of a parameter: see `layouts_of`
+LAYOUTS = "__dcp_checkfreq_layouts__"  # among the state of a parameter: see `layouts_of`
 _Said = tuple[tuple[str, tuple[int | None, ...]], ...]
 
 
@@ -96,7 +96,7 @@ class StateWrapper:
         leaves: of it, as they were saved.
         live: the state that is in its place now, if there is some.
         parameter: whose state it is.
-        wanted: hears what is to be loaded.
+        wanted: takes down what is to be loaded.
     """
 
     def __init__(
@@ -149,12 +149,10 @@ class StateWrapper:
             StateMismatch: that cannot be done.
         """
         device = local_of(self._parameter).device
-        parts: dict[str, Any] = {}
-        for path, one in self._loaded:
-            at = parts
-            for name in path[:-1]:
-                at = at.setdefault(name, {})
-            at[path[-1]] = one.value if isinstance(one, WantedValue) else one.tensor.to(device)
+        parts = nested(
+            (path, one.value if isinstance(one, WantedValue) else one.tensor.to(device))
+            for path, one in self._loaded
+        )
         if RECORD not in parts:
             raise StateMismatch(where, f"{key!r}: what its inner tensors were is not in it")
         parameter = self._parameter

@@ -15,7 +15,9 @@ from dcp_checkfreq.shards.boxes import check_placements
 from dcp_checkfreq.shards.codec import check_not_sharded_tensor, check_storable, local_of
 from dcp_checkfreq.shards.self_described import describes_itself, parts_of
 from dcp_checkfreq.state.packed import TENSORS, TREE, is_packed, pack, unpack
-from dcp_checkfreq.state.wrappers import HOW_TO_KNOW, RECORD, Kinds, is_taken_apart, record_of
+from dcp_checkfreq.state.wrapper_kinds import HOW_TO_KNOW, Kinds
+from dcp_checkfreq.state.wrapper_record import RECORD, record_of
+from dcp_checkfreq.state.wrappers import is_taken_apart
 
 _WHERE = "the state"
 

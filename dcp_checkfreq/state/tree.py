@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
+
+import torch
 
 from dcp_checkfreq.state.saved import Path
 from dcp_checkfreq.state.wanted import AnyWanted, loaded
@@ -29,6 +31,17 @@ def nested(leaves: Iterable[tuple[Path, Any]]) -> Any:
             at = at.setdefault(step, {})
         at[path[-1]] = value
     return {} if root is _NOTHING else _with_lists(root)
+
+
+def with_tensors(value: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+    """Return nested dicts, lists and tuples with their tensors changed."""
+    if isinstance(value, torch.Tensor):
+        return change(value)
+    if isinstance(value, dict):
+        return {key: with_tensors(inner, change) for key, inner in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(with_tensors(inner, change) for inner in value)
+    return value
 
 
 def _with_lists(value: Any) -> Any:

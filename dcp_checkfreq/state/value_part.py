@@ -22,7 +22,7 @@ from dcp_checkfreq.state.per_rank import PerRank, SplitsState, has_state_of_rank
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.tree import tree_of
 from dcp_checkfreq.state.wanted import AnyWanted, Wanted
-from dcp_checkfreq.state.wrappers import Kinds
+from dcp_checkfreq.state.wrapper_kinds import Kinds
 
 
 class ValuePart:

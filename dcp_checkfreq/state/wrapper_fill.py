@@ -9,9 +9,11 @@ from torch.distributed.tensor import DTensor
 
 from dcp_checkfreq.shards.boxes import Boxed
 from dcp_checkfreq.shards.codec import is_same, local_of
+from dcp_checkfreq.state.differences import shapes_differ
 from dcp_checkfreq.state.saved import Leaf
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
-from dcp_checkfreq.state.wrappers import RECORD, Path, flat, live_parts, stored, why_other
+from dcp_checkfreq.state.wrapper_record import RECORD, why_other
+from dcp_checkfreq.state.wrappers import Path, flat, live_parts, stored
 
 
 class WrapperFill:
@@ -55,9 +57,7 @@ class WrapperFill:
             elif kept.properties.dtype != inner.dtype:
                 wrong.append(f"{name}: saved {kept.properties.dtype}, wanted {inner.dtype}")
             elif kept.size != inner.shape and not _knows_no_size(inner):
-                wrong.append(
-                    f"{name}: saved {list(kept.size)}, wanted {list(inner.shape)} (shapes differ)"
-                )
+                wrong.append(shapes_differ(name, kept.size, inner.shape))
             else:
                 self._wanted[path] = wanted.tensor(leaf, inner)
         return wrong

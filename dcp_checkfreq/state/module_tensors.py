@@ -1,7 +1,8 @@
-"""Tensors of a module that `load_state_dict` does not just copy into.
+"""Tensors of a module that need more than being copied into.
 
-Expanded ones share memory between their elements; some modules give their tensors another shape
-when they load; a buffer that is None now may have been a tensor when it was saved.
+Some have no elements in order. In expanded ones, elements share memory. Some modules give their
+tensors another shape when they load. A buffer that is None now may have been a tensor when it was
+saved.
 """
 
 from __future__ import annotations
@@ -10,11 +11,20 @@ from dataclasses import dataclass
 
 import torch
 from torch import nn
+from torch.nn.parameter import is_lazy
 
 from dcp_checkfreq.format.torch_private import load_hooks_of
 from dcp_checkfreq.shards.codec import is_same
 from dcp_checkfreq.state.names import child_of, fqn_of
 from dcp_checkfreq.state.part import is_trusted
+from dcp_checkfreq.state.tensor_kinds import is_in_order, is_odd
+
+
+def is_odd_tensor(value: object) -> bool:
+    """Tell whether it is a tensor that is not elements in order, and can be taken apart."""
+    if not isinstance(value, torch.Tensor) or is_lazy(value):
+        return False
+    return not is_in_order(value) and is_odd(value)
 
 
 def is_expanded(tensor: torch.Tensor) -> bool:
