@@ -46,5 +46,5 @@ from .errors import (
     UnsupportedState as UnsupportedState,
     WriteFailed as WriteFailed,
 )
-from .policy.save_record import SaveRecord as SaveRecord
+from .policy.save_timings import SaveRecord as SaveRecord
 from .state.per_rank import PerRank as PerRank

@@ -49,6 +49,7 @@ PURE = {
     "policy/interval",
     "policy/save_cost",
     "policy/required_interval",
+    "policy/save_timings",
     "policy/stored_profile",
     "recovery/retention",
     "policy/observation",

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
 
 from torch.distributed.checkpoint.api import CheckpointException
 
@@ -15,7 +14,9 @@ from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner, FailingSavePlan
 from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import CheckFreqError, PublishUnknown, RankLost, SaveFailed
 from dcp_checkfreq.format.torch_private import dcp_save
-from dcp_checkfreq.policy.save_record import Ended, Measured
+from dcp_checkfreq.policy.observation import Iteration
+from dcp_checkfreq.policy.save_timings import SaveTimings
+from dcp_checkfreq.policy.tuner import Decision
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.own_group import GROUP_IS_GONE
 from dcp_checkfreq.runtime.clock import Clock
@@ -28,16 +29,31 @@ from dcp_checkfreq.staging.upload import upload_and_publish
 _log = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """A save that has ended, as all ranks know it."""
+
+    timings: SaveTimings  # of this rank
+    at: int  # the first step at which all ranks act on it
+    error: BaseException | None
+    decision: Decision | None = None
+
+
 @dataclass(slots=True)
 class BackgroundWork:
     """What is in flight."""
 
-    step: int
-    measured: Measured
-    facts: Callable[[], Any] | None  # None: nothing follows from what it cost
+    timings: SaveTimings  # as far as they are known
+    # Returns the iterations before it; None: nothing follows from what it cost.
+    iterations: Callable[[], Sequence[Iteration]] | None
     snapshot: Snapshot | None = None
     ended: Ended | None = None
     is_given_up: bool = False  # and the training thread has heard of it
+
+    @property
+    def step(self) -> int:
+        """The step that is being saved."""
+        return self.timings.step
 
 
 @dataclass(slots=True)
@@ -86,13 +102,13 @@ def write_and_publish(
     Raises:
         CheckFreqError: the save failed, or it is not known whether it is published.
     """
-    planner, measured = job.planner, job.measured
+    planner = job.planner
     where = job.writer.checkpoint_id
     try:
         if job.snapshot is not None:
             # Before anything else: this thread's Python would hold up the loop's.
             job.snapshot.wait()
-            measured.copy_s = job.snapshot.copy_s
+            job.timings = replace(job.timings, copy_s=job.snapshot.copy_s)
         if ranks.rank == 0:
             with ranks.asking("renewing the lease"):
                 before_writing()
@@ -123,14 +139,15 @@ def write_and_publish(
             job.writer.rank_save.abandon()
         raise
     _upload(job, ranks, before_writing)
-    copied_s = max(job.started_s, job.begun_s + measured.copy_s)
-    measured.persist_s = max(0.0, clock.monotonic_s() - copied_s)
+    copied_s = max(job.started_s, job.begun_s + job.timings.copy_s)
+    persist_s = max(0.0, clock.monotonic_s() - copied_s)
     if job.pieces:  # later saves keep the plan
-        measured.persist_s = max(0.0, measured.persist_s - planner.planning_s)
+        persist_s = max(0.0, persist_s - planner.planning_s)
     written = planner.written_keys
-    measured.written_bytes = sum(
+    written_bytes = sum(
         piece.size_bytes for piece in job.pieces if not written.isdisjoint(piece.paths)
     )
+    job.timings = replace(job.timings, persist_s=persist_s, written_bytes=written_bytes)
 
 
 def _upload(job: SaveInFlight, ranks: Ranks, before_writing: Callable[[], None]) -> None:

@@ -21,9 +21,8 @@ from dcp_checkfreq.checkpointer.saver import Saver
 from dcp_checkfreq.checkpointer.stopping import FinalActions, Stopping
 from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner
 from dcp_checkfreq.errors import SaveFailed, SnapshotFailed
-from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.save_record import SaveRecord
-from dcp_checkfreq.policy.save_schedule import FixedSchedule, SaveSchedule, mode_of, tuned_schedule
+from dcp_checkfreq.policy.save_schedule import SaveSchedule, mode_of
+from dcp_checkfreq.policy.save_timings import SaveRecord
 from dcp_checkfreq.policy.step_timer import StepTimer
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.step_gate import Gate, next_step
@@ -179,18 +178,16 @@ class Checkpointer:
                 raise_errors=on_error == "raise" and self._ranks.is_alone,
                 around_update=self._times,
             )
-            if every is None:
-                self._schedule: SaveSchedule = tuned_schedule(
-                    run.root,
-                    self._ranks,
-                    self._state.describe(),
-                    max_overhead=max_overhead,
-                    mtbf_s=mtbf_s,
-                    steps_per_epoch=steps_per_epoch,
-                    mode=mode,
-                )
-            else:
-                self._schedule = FixedSchedule(every, mode or Mode.CPU)
+            self._schedule = SaveSchedule(
+                run.root,
+                self._ranks,
+                self._state.describe(),
+                every=every,
+                max_overhead=max_overhead,
+                mtbf_s=mtbf_s,
+                steps_per_epoch=steps_per_epoch,
+                mode=mode,
+            )
             self._gate = Gate()
             self._saver = Saver(
                 run, self._gate, self._guard, self._planner, self._run_history, self._schedule

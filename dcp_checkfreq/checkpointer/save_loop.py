@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 
+from dcp_checkfreq.checkpointer.background_save import Ended
 from dcp_checkfreq.checkpointer.registered import Registered
 from dcp_checkfreq.checkpointer.run import Run
 from dcp_checkfreq.checkpointer.run_history import RunHistory
 from dcp_checkfreq.checkpointer.saver import Saver
 from dcp_checkfreq.errors import RankLost, TooManyFailures
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.save_record import Ended, Measured, SaveRecord, told
-from dcp_checkfreq.policy.save_schedule import Facts, SaveSchedule, facts_of
+from dcp_checkfreq.policy.save_schedule import SaveSchedule
+from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.policy.step_timer import StepTimer
 from dcp_checkfreq.runtime.told import text_of
 from dcp_checkfreq.snapshot.pool import drop_device_pools
@@ -60,9 +63,8 @@ class SaveLoop:
         self._parts, self._run_history = parts, run_history
         self._run, self._clock = run, run.clock
         self._raise_errors, self._max_failures = raise_errors, max_failures
-        self._begun = 0
-        self._measured = Measured(Mode.CPU)  # the last save
-        self.history: deque[SaveRecord] = deque(maxlen=_HISTORY)
+        self._blocked_s = 0.0  # by the last save
+        self.history: deque[SaveTimings] = deque(maxlen=_HISTORY)
         self.last_step: int | None = None
         self.failures_in_a_row = 0
 
@@ -105,7 +107,7 @@ class SaveLoop:
         if wait:
             self._times.start_wait()
             self._saver.wait()
-            self._measured.blocked_s = self._clock.monotonic_s() - begun_s
+            self._blocked_s = self._clock.monotonic_s() - begun_s
             self.finish_in_flight(must_raise=True)
 
     def finish_in_flight(self, *, must_raise: bool = False) -> None:
@@ -134,52 +136,43 @@ class SaveLoop:
         if self.last_step == step:
             return
         laps = self._times.take()
-        measured = Measured(self._schedule.mode, self._schedule.interval_steps)
-        profile = self._schedule.wants_profile
-        # The interval before the second save holds the first one, whose buffers were cold.
-        is_first = self._begun < 2
-        gpu_bytes = self._parts.gpu_memory_bytes() if profile else (0, 0)
-        times = self._times  # what is in flight does not keep this object alive
-
-        def facts() -> Facts:
-            return facts_of(times.resolve(laps), measured, gpu_bytes, is_first=is_first)
-
+        timings, profile = self._schedule.next_save(step), self._schedule.wants_profile
+        if profile:
+            used_bytes, total_bytes = self._parts.gpu_memory_bytes()
+            timings = replace(timings, gpu_used_bytes=used_bytes, gpu_total_bytes=total_bytes)
         self._saver.begin(
-            step,
+            timings,
             self._parts.capture,
             lambda: self._run_history.writer(step),
-            measured=measured,
             profile=profile,
-            facts=facts,
+            # what is in flight does not keep this object alive
+            iterations=functools.partial(self._times.resolve, laps),
         )
-        self._measured = measured
-        self._begun += 1
         self._schedule.save_started()
-        measured.blocked_s = self._clock.monotonic_s() - begun_s
+        self._blocked_s = self._clock.monotonic_s() - begun_s
 
     def begin_finishing(self, step: int, finish: Callable[[], None]) -> None:
         """Have ``finish`` publish, in the background, what an earlier process has saved."""
-        measured, clock = Measured(self._schedule.mode), self._clock
-        self._measured = measured
-
-        def timed() -> None:
-            begun_s = clock.monotonic_s()
-            finish()
-            measured.persist_s = clock.monotonic_s() - begun_s
-
-        self._saver.begin_finishing(step, timed, measured)
+        self._blocked_s = 0.0
+        self._saver.begin_finishing(SaveTimings(step=step, mode=self._schedule.mode), finish)
 
     def _act_on(self, ended: Ended, *, must_raise: bool = False) -> None:
         self._schedule.apply(ended.decision)
         if self._schedule.mode is not Mode.GPU:
             drop_device_pools()  # in which the profile has tried a copy
-        waited_s = self._times.waited_s()
-        self.history.append(SaveRecord.of(self._measured, ended, waited_s))
-        error = ended.error
+        error, decision = ended.error, ended.decision
+        timings = replace(
+            ended.timings,
+            blocked_s=self._blocked_s,
+            waited_s=self._times.waited_s(),
+            overhead=None if decision is None else decision.overhead_seen,
+            error=None if error is None else text_of(error),
+        )
+        self.history.append(timings)
         if error is None:
             if self._run.ranks.rank == 0:
-                _log.info("step %d saved: %s", ended.step, told(self.history[-1]))
-            self.last_step = ended.step
+                _log.info("step %d saved: %s", timings.step, timings)
+            self.last_step = timings.step
             self.failures_in_a_row = 0
             return
         self.failures_in_a_row += 1

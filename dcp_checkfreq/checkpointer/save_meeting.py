@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, replace
 
-from dcp_checkfreq.checkpointer.background_save import BackgroundWork, save_failed
+from dcp_checkfreq.checkpointer.background_save import BackgroundWork, Ended, save_failed
 from dcp_checkfreq.errors import RankLost
-from dcp_checkfreq.policy.save_record import Ended
+from dcp_checkfreq.policy.observation import summarise
+from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.policy.tuner import Decision
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.meeting import is_agreed
@@ -23,7 +23,7 @@ from dcp_checkfreq.runtime.told import Told, as_ours, tell
 
 _log = logging.getLogger(__name__)
 
-Decide = Callable[[int, list[Any]], Decision | None]
+Decide = Callable[[list[SaveTimings]], Decision | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,8 +31,7 @@ class _Said:
     """What a rank says when a save has ended on it."""
 
     told: Told | None
-    facts: Any
-    knows: bool  # whether there are facts
+    timings: SaveTimings | None  # None: not known
 
 
 def meet(
@@ -48,7 +47,7 @@ def meet(
         decide: see `Saver`.
     """
     if isinstance(error, RankLost):
-        job.ended = Ended(job.step, 0, error, None)
+        job.ended = Ended(job.timings, 0, error)
         return
 
     def own() -> _Said:
@@ -57,19 +56,22 @@ def meet(
             doing, wrap = "saving", save_failed(job.step)
             told = tell(error, ranks.rank, doing, wrap, named=not is_agreed(error))
         try:
-            return _Said(told, job.facts and job.facts(), knows=True)
+            if job.iterations is not None:
+                job.timings = replace(job.timings, interval=summarise(job.iterations()))
+            return _Said(told, job.timings)
         except Exception as failed:  # noqa: BLE001  all ranks hear of it
             report(_log.exception, "step %d: what it cost is not known", job.step)
             own_errors.append(failed)
             doing = "telling what a save cost"
-            return _Said(told or tell(failed, ranks.rank, doing), None, knows=False)
+            return _Said(told or tell(failed, ranks.rank, doing), None)
 
     def rule(of_ranks: list[_Said]) -> tuple[Told | None, Decision | None]:
         told = next((said.told for said in of_ranks if said.told is not None), None)
-        if job.facts is None or not all(said.knows for said in of_ranks):
+        timings = [said.timings for said in of_ranks if said.timings is not None]
+        if job.iterations is None or len(timings) < len(of_ranks):
             return told, None
         try:
-            return told, decide(job.step, [said.facts for said in of_ranks])
+            return told, decide(timings)
         except Exception as failed:  # noqa: BLE001  all ranks hear of it
             # Told like a failed save, so that all ranks hear of it at the same step.
             report(_log.exception, "step %d: when to save next could not be decided", job.step)
@@ -90,6 +92,6 @@ def meet(
     try:
         at = ranks.reduce_on_rank_0(passed, max) + 1
         # Before the gate opens: the very next step may be the one to act on it.
-        job.ended = Ended(job.step, at, heard, decision)
+        job.ended = Ended(job.timings, at, heard, decision)
     finally:
         gate.release()

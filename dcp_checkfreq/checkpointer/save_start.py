@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+import socket
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_checkfreq.checkpointer.background_save import SaveInFlight, refusing, save_failed
@@ -12,12 +13,13 @@ from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner
 from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import SaveFailed, SnapshotFailed
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.save_record import Measured
+from dcp_checkfreq.policy.observation import Iteration
+from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.runtime.clock import Clock
 from dcp_checkfreq.runtime.told import text_of
 from dcp_checkfreq.snapshot.inventory import Survey
-from dcp_checkfreq.snapshot.optimizer_guard import Guard
+from dcp_checkfreq.snapshot.optimizer_guard import Address, Guard
 from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
 
 _log = logging.getLogger(__name__)
@@ -44,6 +46,17 @@ class _Ready:
 
     step: int
     plan_fits: bool
+    node: str
+    host_bytes: int  # that the snapshot takes, and so on a GPU; of the first one
+    gpu_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Start:
+    """What all ranks hear before anything is copied."""
+
+    plan_fits: bool  # on all of them
+    memory: Mapping[int, str]  # by the first rank of each node: what snapshots take there
 
 
 class SaveStart:
@@ -60,14 +73,21 @@ class SaveStart:
         self, ranks: Ranks, guard: Guard, planner: CheckFreqSavePlanner, clock: Clock
     ) -> None:
         self._ranks, self._guard, self._planner, self._clock = ranks, guard, planner, clock
+        self._memory_is_told = False
 
     def agree(
         self,
-        step: int,
+        timings: SaveTimings,
         capture: Callable[[], Mapping[str, Any]],
         open_writer: Callable[[], CheckFreqWriter],
+        *,
+        profile: bool,
     ) -> Agreed:
-        """Look at the live state. All ranks call it; see `Saver.begin`."""
+        """Look at the live state, and say what the first snapshot takes before it takes it.
+
+        All ranks call it; see `Saver.begin`.
+        """
+        step = timings.step
         found: list[Agreed] = []
 
         def look() -> _Ready:
@@ -79,41 +99,50 @@ class SaveStart:
             survey = writer.stager.survey(capture())
             only = self._planner.decide(survey.inventory.structure)
             found.append(Agreed(writer, survey, only))
-            return _Ready(step, only is not None)
+            host_bytes, gpu_bytes = 0, 0
+            if not self._memory_is_told:
+                # a profile tries a copy on the GPU, too
+                on_gpu = profile or timings.mode is Mode.GPU
+                guarded = self._guarded(timings.mode, profile=profile)
+                host_bytes, gpu_bytes = writer.stager.needed_bytes(
+                    survey, guarded=guarded, on_gpu=on_gpu
+                )
+            return _Ready(step, only is not None, socket.gethostname(), host_bytes, gpu_bytes)
 
         with self._ranks.doing("capturing the state", f"of step {step}"):
-            all_fit = self._ranks.combine(
+            start = self._ranks.combine(
                 "capturing the state", look, _all_ready, wrap=save_failed(step)
             )
+        if not self._memory_is_told and self._ranks.rank in start.memory:
+            _log.info("%s", start.memory[self._ranks.rank])
+        self._memory_is_told = True
         (mine,) = found
-        if all_fit and not self._ranks.is_alone:
+        if start.plan_fits and not self._ranks.is_alone:
             return mine
         return Agreed(mine.writer, mine.survey, None)
 
     def copy(
         self,
-        step: int,
         agreed: Agreed,
-        measured: Measured,
+        timings: SaveTimings,
         *,
         profile: bool,
-        facts: Callable[[], Any],
+        iterations: Callable[[], Sequence[Iteration]],
     ) -> tuple[SaveInFlight, BaseException | None]:
         """Begin the snapshot; return the save, and what ends this process if something does."""
         begun_s = self._clock.monotonic_s()
         planner, snapshot, stopped = self._planner, None, None
         try:
-            snapshot = self._begin_snapshot(agreed, measured, profile=profile)
+            snapshot, timings = self._begin_snapshot(agreed, timings, profile=profile)
         except BaseException as error:
             # The others are on their way into the save: this rank has to be there and say no.
-            planner = refusing(self._ranks, step, "copying the state", error)
+            planner = refusing(self._ranks, timings.step, "copying the state", error)
             stopped = None if isinstance(error, Exception) else error
             if stopped is not None and self._ranks.is_alone:
                 raise
         job = SaveInFlight(
-            step,
-            measured,
-            facts,
+            timings,
+            iterations,
             snapshot,
             writer=agreed.writer,
             planner=planner,
@@ -123,40 +152,61 @@ class SaveStart:
         )
         return job, stopped
 
-    def _begin_snapshot(self, agreed: Agreed, measured: Measured, *, profile: bool) -> Snapshot:
-        guarded = (
-            self._guard.addresses() if profile or measured.mode is not Mode.BLOCKING else set()
-        )
-        if profile:
-            measured.gpu_copy_s = gpu_copy_s(agreed.survey, guarded)
+    def _guarded(self, mode: Mode, *, profile: bool) -> set[Address]:
+        return self._guard.addresses() if profile or mode is not Mode.BLOCKING else set()
 
-        def begin() -> Snapshot:
+    def _begin_snapshot(
+        self, agreed: Agreed, timings: SaveTimings, *, profile: bool
+    ) -> tuple[Snapshot, SaveTimings]:
+        mode = timings.mode
+        guarded = self._guarded(mode, profile=profile)
+        tried_gpu_s = gpu_copy_s(agreed.survey, guarded) if profile else None
+
+        def begin(mode: Mode) -> Snapshot:
             return agreed.writer.stager.begin(
                 agreed.survey,
                 only=agreed.only,
-                guarded=set() if measured.mode is Mode.BLOCKING else guarded,
-                on_gpu=measured.mode is Mode.GPU,
+                guarded=set() if mode is Mode.BLOCKING else guarded,
+                on_gpu=mode is Mode.GPU,
                 touch_first=profile,
             )
 
         try:
-            snapshot = begin()
+            snapshot = begin(mode)
         except SnapshotFailed as error:
-            if measured.mode is not Mode.GPU:
+            if mode is not Mode.GPU:
                 raise
             _log.warning("%s; this one goes to the host", error)
-            measured.mode = Mode.CPU
-            snapshot = begin()
+            mode = Mode.CPU
+            snapshot = begin(mode)
         self._planner.expect_partial(agreed.only is not None)
         self._guard.arm(snapshot)
-        measured.copied_bytes = snapshot.copied_bytes
-        measured.state_bytes = snapshot.state_bytes
-        return snapshot
+        return snapshot, replace(
+            timings,
+            mode=mode,
+            copied_bytes=snapshot.copied_bytes,
+            state_bytes=snapshot.state_bytes,
+            gpu_copy_s=tried_gpu_s,
+        )
 
 
-def _all_ready(ranks: list[_Ready]) -> bool:
-    """Return whether the kept plan fits on all ranks; raise if they are not at the same step."""
+def _all_ready(ranks: list[_Ready]) -> _Start:
+    """Return what all ranks hear; raise if they are not at the same step."""
     steps = sorted({ready.step for ready in ranks})
     if len(steps) > 1:
         raise SaveFailed(f"step {steps[0]}", f"the ranks are saving different steps: {steps}")
-    return all(ready.plan_fits for ready in ranks)
+    nodes: dict[str, list[int]] = {}
+    for rank, ready in enumerate(ranks):
+        nodes.setdefault(ready.node, []).append(rank)
+    memory = {on_node[0]: _memory([ranks[n] for n in on_node]) for on_node in nodes.values()}
+    return _Start(all(ready.plan_fits for ready in ranks), memory)
+
+
+def _memory(on_node: list[_Ready]) -> str:
+    host_bytes = sum(ready.host_bytes for ready in on_node)
+    gpu_bytes = sum(ready.gpu_bytes for ready in on_node)
+    ranks = "1 rank" if len(on_node) == 1 else f"{len(on_node)} ranks"
+    return (
+        f"snapshots take {host_bytes} bytes of host memory and {gpu_bytes} bytes of GPU memory on "
+        f"this node ({ranks}), the first one now"
+    )

@@ -12,11 +12,13 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from dcp_checkfreq.checkpointer.background_save import (
     BackgroundWork,
+    Ended,
     SaveInFlight,
     ends_of,
     save_failed,
@@ -32,8 +34,9 @@ from dcp_checkfreq.errors import (
     PublishUnknown,
     SaveFailed,
 )
-from dcp_checkfreq.policy.save_record import Ended, Measured
+from dcp_checkfreq.policy.observation import Iteration
 from dcp_checkfreq.policy.save_schedule import SaveSchedule
+from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.ranks.patience import give_up_if_stuck, wait_for
 from dcp_checkfreq.ranks.step_gate import Gate
 from dcp_checkfreq.runtime.crew import Crew, Task
@@ -112,37 +115,35 @@ class Saver:
 
     def begin(
         self,
-        step: int,
+        timings: SaveTimings,
         capture: Callable[[], Mapping[str, Any]],
         open_writer: Callable[[], CheckFreqWriter],
         *,
-        measured: Measured,
         profile: bool,
-        facts: Callable[[], Any],
+        iterations: Callable[[], Sequence[Iteration]],
     ) -> None:
-        """Save what ``capture`` returns as ``step`` through a writer, which is closed at the end.
+        """Save what ``capture`` returns through a writer, which is closed at the end.
 
         All ranks call it at the same step, with no save in flight.
 
         Args:
-            step: number of the step.
+            timings: say which step it is and how to copy.
             capture: returns the live state.
             open_writer: returns the writer of this step's folder.
-            measured: says how to copy; what the save costs is filled in.
             profile: measure for later saves: have new memory ready before the copy starts, and
                 try the GPU if there is one.
-            facts: called in the background when the save has ended, for ``decide``.
+            iterations: called in the background when the save has ended: those before it.
 
         Raises:
             CheckFreqError: nothing was begun, on any rank.
         """
         assert self._job is None
         begun_s = self._clock.monotonic_s()
-        agreed = self._save_start.agree(step, capture, open_writer)
-        measured.call_s = self._clock.monotonic_s() - begun_s
+        agreed = self._save_start.agree(timings, capture, open_writer, profile=profile)
+        timings = replace(timings, call_s=self._clock.monotonic_s() - begun_s)
         try:
             job, stopped = self._save_start.copy(
-                step, agreed, measured, profile=profile, facts=facts
+                agreed, timings, profile=profile, iterations=iterations
             )
             self._start(job, functools.partial(self._write, job))
         except BaseException:
@@ -152,17 +153,21 @@ class Saver:
         if stopped is not None:
             raise stopped  # `KeyboardInterrupt`, say; the other ranks hear of it in the save
 
-    def begin_finishing(self, step: int, finish: Callable[[], None], measured: Measured) -> None:
-        """Publish ``step``, which an earlier process has saved, by calling ``finish``.
+    def begin_finishing(self, timings: SaveTimings, finish: Callable[[], None]) -> None:
+        """Publish a step, which an earlier process has saved, by calling ``finish``.
 
         All ranks call it, with no save in flight; it is one from then on. ``finish`` may use the
         ranks' group.
         """
         assert self._job is None
-        self._start(
-            BackgroundWork(step, measured, None),
-            lambda: self._ranks.together("finishing a save", finish, wrap=save_failed(step)),
-        )
+        job, wrap = BackgroundWork(timings, None), save_failed(timings.step)
+
+        def work() -> None:
+            begun_s = self._clock.monotonic_s()
+            self._ranks.together("finishing a save", finish, wrap=wrap)
+            job.timings = replace(timings, persist_s=self._clock.monotonic_s() - begun_s)
+
+        self._start(job, work)
 
     def _start(self, job: BackgroundWork, work: Callable[[], None]) -> None:
         running = Task(functools.partial(self._run, job, work))
@@ -299,13 +304,13 @@ class Saver:
         if error is None and self._ranks.rank == 0:  # it begins when this is through
             error = outcome_of(lambda: self._begin_cleaning(job.step))
         if error is not None:
-            job.measured.failed = True
+            job.timings = replace(job.timings, failed=True)
             # Now, not only when the loop comes to ask: it may never come.
             report(_log.error, "step %d %s: %s", job.step, fate(error), text_of(error))
         try:
             meet(job, error, self._ranks, self._gate, self._schedule.decide)
         except BaseException as failed:  # noqa: BLE001
-            job.ended = Ended(job.step, 0, as_ours(error or failed, save_failed(job.step)), None)
+            job.ended = Ended(job.timings, 0, as_ours(error or failed, save_failed(job.step)))
 
     def _write(self, job: SaveInFlight) -> None:
         write_and_publish(job, self._ranks, self._clock, self._lease.renew_quietly)

@@ -2,42 +2,42 @@
 
 from __future__ import annotations
 
+import bisect
 import math
 import statistics
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 
-from dcp_checkfreq.policy.costs import MEDIAN_ERROR, spread_s, typical_s
+from dcp_checkfreq.policy.costs import (
+    FEW,
+    GAP_EVERY_SAVES,
+    KEPT,
+    MEDIAN_ERROR,
+    SOME,
+    USUAL_NOISE,
+    spread_s,
+    typical_s,
+)
 from dcp_checkfreq.policy.observation import IntervalSeen, Pace
-
-GAP_STEPS = 3  # a median of three survives one slow iteration
-_LONGEST_GAP_STEPS = 8
-_KEPT = 5  # so many measurements are joined to one, or more if that is
-_KEPT_STEPS = 12  # fewer iterations than this
-_USUAL_NOISE = 0.02  # taken until iterations have been compared with each other
-_NOISES = 16  # with few iterations each is a rough one
-_CHANGED = 3.5  # standard errors at which the job itself has another pace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Baseline:
-    """The pace of the job without saves.
+    """The pace of the job without saves."""
 
-    Attributes:
-        paces: as measured in the last intervals that had such iterations, the newest last.
-        age_saves: saves since one was measured.
-        noises: how much iterations with no save under way differed from each other, as a share.
-            Those beside a save differ by how much of them was beside it, which is no chance.
-    """
-
-    paces: tuple[Pace, ...]
-    age_saves: int = 0
+    paces: tuple[Pace, ...]  # of the last intervals that had such iterations, the newest last
+    age_saves: int = 0  # since one was measured
+    # How much iterations with no save under way differed from each other, as a share. Those beside
+    # a save differ by how much of them was beside it, which is no chance.
     noises: tuple[float, ...] = ()
 
     @property
     def pace(self) -> Pace:
         """All measurements joined to one: the median, each with the weight of its iterations."""
-        return _joined(self.paces)
+        ordered = sorted(self.paces, key=lambda pace: pace.typical_s)
+        passed = list(accumulate(pace.steps for pace in ordered))
+        middle = ordered[bisect.bisect_left(passed, passed[-1] / 2)]
+        return Pace(steps=passed[-1], typical_s=middle.typical_s)
 
     @property
     def iteration_s(self) -> float:
@@ -48,9 +48,14 @@ class Baseline:
     def noise(self) -> float:
         """Standard deviation of an iteration, as a share of it."""
         if not self.noises:
-            return _USUAL_NOISE
+            return USUAL_NOISE
         cut = len(self.noises) // 4  # the mean of the middle half
         return statistics.fmean(sorted(self.noises)[cut : len(self.noises) - cut])
+
+    @property
+    def one_error_s(self) -> float:
+        """Standard error of one typical iteration."""
+        return MEDIAN_ERROR * self.noise * self.iteration_s
 
 
 def baseline_of(iteration_s: float, steps: int) -> Baseline:
@@ -66,35 +71,35 @@ def renewed(baseline: Baseline, seen: IntervalSeen, max_overhead: float) -> tupl
     beside a save were faster than the baseline, theirs is taken: it cannot be slower than that.
     The baseline is then no younger.
     """
-    new = seen.unloaded
-    baseline = replace(
-        baseline, noises=(*baseline.noises, *_noise_of(new, baseline.paces[-1]))[-_NOISES:]
-    )
+    new, *first, last = seen.unloaded, *baseline.paces
+    noises = (*baseline.noises, *_noise_of(new, last))[-KEPT:]
     if not new.steps:
+        baseline = replace(baseline, noises=noises, age_saves=baseline.age_saves + 1)
         most = max((seen.copying, seen.loaded), key=lambda kind: kind.steps)
-        older = replace(baseline, age_saves=baseline.age_saves + 1)
-        enough = min(GAP_STEPS, baseline.pace.steps)  # a short profile had fewer
+        enough = min(FEW, baseline.pace.steps)  # a short profile had fewer
         if most.steps >= enough and change_s(baseline, most, max_overhead) < 0:
-            return replace(older, paces=(most,)), True
-        return older, False
-    paces, changed = _kept((*baseline.paces, new)), False
+            return replace(baseline, paces=(most,)), True
+        return baseline, False
+    baseline = replace(baseline, noises=noises, age_saves=0)
     change = change_s(baseline, new, max_overhead)
-    if change and new.steps >= GAP_STEPS:
-        paces, changed = (new,), True
-    elif change and len(baseline.paces) > 1:
-        *first, last = baseline.paces
+    if change and new.steps >= FEW:
+        return replace(baseline, paces=(new,)), True
+    if change and first:
         before = replace(baseline, paces=tuple(first))
         if change_s(before, last, max_overhead) * change > 0:
-            paces, changed = (last, new), True
-    return replace(baseline, paces=paces, age_saves=0), changed
+            return replace(baseline, paces=(last, new)), True
+    kept = (*baseline.paces, new)
+    # the last five, and more if those are fewer than twelve iterations
+    while len(kept) > SOME and sum(one.steps for one in kept[1:]) >= 4 * FEW:
+        kept = kept[1:]
+    return replace(baseline, paces=kept), False
 
 
 def change_s(baseline: Baseline, pace: Pace, max_overhead: float) -> float:
     """Return how much slower ``pace`` is; 0.0 if that can be chance, or is small beside p."""
     base = baseline.pace
-    error_s = MEDIAN_ERROR * baseline.noise * base.typical_s
     limit_s = max(
-        _CHANGED * error_s * math.sqrt(1 / pace.steps + 1 / base.steps),
+        3.5 * baseline.one_error_s * math.sqrt(1 / pace.steps + 1 / base.steps),
         max_overhead / 2 * base.typical_s,
     )
     change = pace.typical_s - base.typical_s
@@ -103,21 +108,13 @@ def change_s(baseline: Baseline, pace: Pace, max_overhead: float) -> float:
 
 def baseline_error_s(baseline: Baseline, steps: float) -> float:
     """Return the standard error that the baseline brings to the sum over ``steps`` iterations."""
-    base = baseline.pace
-    return steps * MEDIAN_ERROR * baseline.noise * base.typical_s / math.sqrt(base.steps)
+    return steps * baseline.one_error_s / math.sqrt(baseline.pace.steps)
 
 
 def gap_steps(baseline: Baseline, max_overhead: float) -> int:
     """Return how many iterations make a baseline whose error is half the budget. 3 to 8."""
     error = min(2 * MEDIAN_ERROR * baseline.noise / max_overhead, 100)
-    return min(max(math.ceil(error**2), GAP_STEPS), _LONGEST_GAP_STEPS)
-
-
-def _kept(paces: tuple[Pace, ...]) -> tuple[Pace, ...]:
-    kept = _KEPT
-    while kept < len(paces) and sum(pace.steps for pace in paces[-kept:]) < _KEPT_STEPS:
-        kept += 1
-    return paces[-kept:]
+    return min(max(math.ceil(error**2), FEW), GAP_EVERY_SAVES)
 
 
 def _noise_of(new: Pace, before: Pace) -> list[float]:
@@ -125,22 +122,7 @@ def _noise_of(new: Pace, before: Pace) -> list[float]:
 
     A lone one is compared with the lone one before it: an interval may never have two.
     """
-    if new.typical_s <= 0:
+    if new.typical_s <= 0 or not (new.steps > 1 or new.steps == before.steps == 1):
         return []
-    if new.steps > 1:
-        return [new.spread_s / new.typical_s]
-    if before.steps == 1:
-        return [spread_s([before.typical_s, new.typical_s]) / new.typical_s]
-    return []
-
-
-def _joined(paces: Sequence[Pace]) -> Pace:
-    total = sum(pace.steps for pace in paces)
-    passed = 0
-    middle = paces[0].typical_s
-    for pace in sorted(paces, key=lambda pace: pace.typical_s):
-        middle = pace.typical_s
-        passed += pace.steps
-        if 2 * passed >= total:
-            break
-    return Pace(steps=total, typical_s=middle)
+    alone_s = spread_s([before.typical_s, new.typical_s])
+    return [(new.spread_s if new.steps > 1 else alone_s) / new.typical_s]

@@ -2,7 +2,7 @@
 
 After CheckFreq (Mohan, Phanishayee, Chidambaram, FAST '21), section 4, "Checkpointing policy":
 the shortest interval in which a save is finished before the next one starts, and whose overhead
-stays within the budget p.
+stays within the budget p. Durations that are none (NaN, negative) count as 0.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ import enum
 import math
 from dataclasses import dataclass
 
-from dcp_checkfreq.policy.costs import Costs
+from dcp_checkfreq.policy.costs import ALIKE, Costs
 
 # No interval is longer, whatever was measured: a broken clock must not end checkpointing.
 MAX_INTERVAL_STEPS = 1_000_000
 # A shorter iteration is taken for a broken measurement.
 SHORTEST_ITERATION_S = 1e-6
-# 20 iterations that add up to 20.000000001 are 20.
-_NOISE = 1e-9
 
 
 class Mode(str, enum.Enum):
@@ -28,31 +26,42 @@ class Mode(str, enum.Enum):
     CPU = "cpu"  # into host memory, beside the next forward and backward
     BLOCKING = "blocking"  # into host memory inside `after_step`; nothing runs meanwhile
 
+    __str__ = str.__str__
+
 
 def stall_s(costs: Costs, mode: Mode) -> float:
     """Return how long the training loop stands still for one save, in seconds (To).
 
-    An overlapped copy has until the next weight update: ``max(0, Tc - (Ti - Tw))``. The paper
-    counts all of Tg for a copy on the GPU, because it makes that copy before the next iteration
-    starts. Ours runs on a stream of its own under the same guard as the copy to the host, so the
-    same formula holds with Tg. In every mode the start of a save (``call_s``) comes on top.
+    An overlapped copy has until the next weight update: ``max(0, Tc - (Ti - Tw))``, or Tg on the
+    GPU, where the paper counts all of it, as its copy is made before the next iteration starts.
+    In every mode the start of a save (``call_s``) comes on top.
 
     Raises:
         ValueError: mode GPU without a measured ``snapshot_gpu_s``.
     """
+    hidden_s = max(0.0, _duration(costs.iteration_s) - _duration(costs.update_s))
     if mode is Mode.BLOCKING:
-        waits_s = _duration(costs.snapshot_cpu_s)
-    else:
-        waits_s = max(0.0, _copy_s(costs, mode) - _time_to_update(costs))
-    return _duration(costs.call_s) + waits_s
+        hidden_s = 0.0
+    return _duration(costs.call_s) + max(0.0, _copy_s(costs, mode) - hidden_s)
 
 
-def choose_mode(costs: Costs, headroom: float = 0.1) -> Mode:
+def finish_s(costs: Costs, mode: Mode) -> float:
+    """Return how long a save takes from the start of its copy until it is published, in seconds.
+
+    In mode GPU the state is copied twice, first within the GPU and then to the host.
+
+    Raises:
+        ValueError: mode GPU without a measured ``snapshot_gpu_s``.
+    """
+    on_gpu = _copy_s(costs, mode) if mode is Mode.GPU else 0.0
+    return on_gpu + _duration(costs.snapshot_cpu_s) + _duration(costs.persist_s)
+
+
+def choose_mode(costs: Costs, headroom: float = ALIKE) -> Mode:
     """Return GPU if the snapshot fits there and stalls the loop less, else CPU.
 
     It fits if m is at most the free GPU memory less ``headroom`` (a share of it), which is left to
-    the peaks that were not seen. A copy that stalls no less than the one to the host is not worth
-    the memory.
+    the peaks that were not seen.
 
     Raises:
         ValueError: ``headroom`` is outside [0, 1).
@@ -66,17 +75,41 @@ def choose_mode(costs: Costs, headroom: float = 0.1) -> Mode:
     return Mode.GPU if fits and cheaper else Mode.CPU
 
 
+def interval_steps(
+    costs: Costs, mode: Mode, max_overhead: float, mtbf_s: float | None = None
+) -> int:
+    """Return k for these costs, ``max(ceil((Tc + Ts - To) / Ti), ceil(To / (p Ti)), 1)``.
+
+    The copy begins after the start of a save, so in the first term To is what stands still for the
+    copy. With ``mtbf_s``, mean time between failures of the whole job, see `needed_steps`.
+
+    Raises:
+        ValueError: see `needed_steps`, or mode GPU without ``snapshot_gpu_s``.
+    """
+    cost_s = stall_s(costs, mode)
+    left_s = finish_s(costs, mode) + _duration(costs.call_s) - cost_s
+    return needed_steps(cost_s, left_s, costs.iteration_s, max_overhead, mtbf_s)
+
+
+def needed_steps(
+    cost_s: float, left_s: float, iteration_s: float, max_overhead: float, mtbf_s: float | None
+) -> int:
+    """Return k for saves that cost ``cost_s`` and go on beside the loop for ``left_s``.
+
+    The shortest interval that the budget allows; with a failure rate not shorter than the one that
+    wastes least.
+
+    Raises:
+        ValueError: ``max_overhead`` is outside (0, 1], or ``mtbf_s`` is not a positive number.
+    """
+    shortest = steps_for(left_s, cost_s, iteration_s, max_overhead)
+    if mtbf_s is None:
+        return shortest
+    return max(shortest, least_waste_interval_steps(cost_s, iteration_s, mtbf_s))
+
+
 def steps_for(left_s: float, cost_s: float, iteration_s: float, max_overhead: float) -> int:
     """Return the smallest k with ``left_s <= k Ti`` and ``cost_s <= p k Ti``, at least 1.
-
-    At most `MAX_INTERVAL_STEPS`. Durations that are none (NaN, negative) count as 0, an iteration
-    that is none or shorter than a microsecond as a microsecond.
-
-    Args:
-        left_s: what of the save is left when the loop goes on, until it is published.
-        cost_s: what the save costs the loop (To).
-        iteration_s: Ti.
-        max_overhead: p, in (0, 1].
 
     Raises:
         ValueError: ``max_overhead`` is outside (0, 1].
@@ -89,92 +122,34 @@ def steps_for(left_s: float, cost_s: float, iteration_s: float, max_overhead: fl
     return max(to_finish, to_afford, 1)
 
 
-def shortest_interval_steps(costs: Costs, mode: Mode, max_overhead: float) -> int:
-    """Return ``k = max(ceil((Tc + Ts - To) / Ti), ceil(To / (p Ti)), 1)``, in iterations.
-
-    It is the smallest interval that keeps two promises: a save is published before the next one
-    starts, and the loop stands still for at most the share p (0.035 means 3.5 %). In mode GPU the
-    state is copied twice, first within the GPU and then to the host, so it is Tg + Tc there in
-    place of Tc. The start of a save (``call_s``) is part of To; the copy begins after it, so in the
-    first term To is what stands still for the copy. In 1 to `MAX_INTERVAL_STEPS` whatever was
-    measured, see `steps_for`.
-
-    Raises:
-        ValueError: ``max_overhead`` is outside (0, 1], or mode GPU without ``snapshot_gpu_s``.
-    """
-    stall = stall_s(costs, mode)
-    left = finish_s(costs, mode) + _duration(costs.call_s) - stall
-    return steps_for(left, stall, costs.iteration_s, max_overhead)
-
-
-def finish_s(costs: Costs, mode: Mode) -> float:
-    """Return how long a save takes from the start of its copy until it is published, in seconds.
-
-    Raises:
-        ValueError: mode GPU without a measured ``snapshot_gpu_s``.
-    """
-    on_gpu = _copy_s(costs, mode) if mode is Mode.GPU else 0.0
-    return on_gpu + _duration(costs.snapshot_cpu_s) + _duration(costs.persist_s)
-
-
 def least_waste_interval_steps(cost_per_save_s: float, iteration_s: float, mtbf_s: float) -> int:
     """Return the k that wastes least time on saves and on work lost by failures, to first order.
 
     A save costs C every k iterations, a failure loses half an interval on average, so the waste is
     ``C / (k Ti) + k Ti / (2 MTBF)``: least at ``k Ti = sqrt(2 C MTBF)`` (Young 1974, Daly 2006).
-    Of the two whole numbers beside it the better one is returned, in 1 to `MAX_INTERVAL_STEPS`.
+    Of the two whole numbers beside it the better one is returned.
 
     Raises:
         ValueError: ``mtbf_s`` is not a positive number.
     """
     check_mtbf(mtbf_s)
-    one = _iteration(iteration_s)
-    cost = _duration(cost_per_save_s)
+    one, cost = _iteration(iteration_s), _duration(cost_per_save_s)
     exact = math.sqrt(2 * cost) * math.sqrt(mtbf_s) / one  # two roots: the product may overflow
     if exact >= MAX_INTERVAL_STEPS:
         return MAX_INTERVAL_STEPS
     low = max(1, math.floor(exact))
-
-    def waste(k: int) -> float:
-        return cost / (k * one) + k * one / (2 * mtbf_s)
-
-    return low if waste(low) <= waste(low + 1) else low + 1
-
-
-def interval_steps(
-    costs: Costs, mode: Mode, max_overhead: float, mtbf_s: float | None = None
-) -> int:
-    """Return the shortest interval that the budget allows, or the one of least waste if longer.
-
-    Without ``mtbf_s`` (mean time between failures of the whole job, in seconds) it is the former.
-
-    Raises:
-        ValueError: see `shortest_interval_steps` and `least_waste_interval_steps`.
-    """
-    shortest = shortest_interval_steps(costs, mode, max_overhead)
-    if mtbf_s is None:
-        return shortest
-    return max(
-        shortest, least_waste_interval_steps(stall_s(costs, mode), costs.iteration_s, mtbf_s)
-    )
+    return min(low, low + 1, key=lambda k: cost / (k * one) + k * one / (2 * mtbf_s))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Forecast:
-    """What an interval means for the run.
+    """What an interval means for the run."""
 
-    Attributes:
-        lost_work_s: expected work lost by one failure: half an interval, and the save in flight.
-        recovery_bound_s: at most this much is computed again after a failure: one interval, and
-            the save in flight after it. ``2 k Ti``, or more if a gap does not fit into that.
-        overhead: share of training time spent on saves, ``To / (k Ti)``.
-        goodput: expected share of wall time that is training and not done twice, without the
-            time to detect a failure and to restart; None if the failure rate is not known.
-    """
-
-    lost_work_s: float
-    recovery_bound_s: float
-    overhead: float
+    lost_work_s: float  # expected of one failure: half an interval, and the save in flight
+    recovery_bound_s: float  # at most this much is computed again after a failure
+    overhead: float  # share of training time spent on saves, ``To / (k Ti)``
+    # Expected share of wall time that is training and not done twice, without the time to detect a
+    # failure and to restart; None if the failure rate is not known.
     goodput: float | None
 
 
@@ -190,12 +165,14 @@ def forecast(
 ) -> Forecast:
     """Return what to expect of a save every ``k`` iterations; to first order in the failure rate.
 
+    A crash loses one interval and the save in flight after it: ``2 k Ti``, or more if a gap does
+    not fit into that. The next save waits for the one in flight, so that counts up to k iterations.
+
     Args:
         k: interval in iterations, at least 1.
         iteration_s: Ti.
         cost_s: what a save costs the loop (To).
-        save_s: from the start of a save until it is published; counts up to one interval, as
-            the next save waits for it.
+        save_s: from the start of a save until it is published.
         longest_save_s: of the last ones the longest; default: ``save_s``.
         gap_steps: iterations that one interval is longer.
         mtbf_s: mean time between failures of the job; None if not known.
@@ -208,7 +185,6 @@ def forecast(
     one = _iteration(iteration_s)
     interval_s = k * one
     longest_s = _duration(save_s if longest_save_s is None else longest_save_s)
-    # The next save waits for the one in flight, so that is beside no more than k iterations.
     most_steps = k + max(0, gap_steps) + min(k, _ceil(longest_s / one))
     lost_s = interval_s / 2 + min(_duration(save_s), interval_s)
     overhead = _duration(cost_s) / interval_s
@@ -231,15 +207,11 @@ def check_mtbf(mtbf_s: float) -> None:
 
 
 def _copy_s(costs: Costs, mode: Mode) -> float:
-    if mode is Mode.CPU:
+    if mode is not Mode.GPU:
         return _duration(costs.snapshot_cpu_s)
     if costs.snapshot_gpu_s is None:
         raise ValueError("mode GPU, but no copy into GPU memory was measured")
     return _duration(costs.snapshot_gpu_s)
-
-
-def _time_to_update(costs: Costs) -> float:
-    return max(0.0, _duration(costs.iteration_s) - _duration(costs.update_s))
 
 
 def _iteration(measured: float) -> float:
@@ -248,10 +220,9 @@ def _iteration(measured: float) -> float:
 
 def _duration(measured: float) -> float:
     """Return a usable duration: NaN and negative values are 0, infinity is very long."""
-    if not measured > 0:  # also NaN
-        return 0.0
-    return min(measured, 1e15)
+    return min(measured, 1e15) if measured > 0 else 0.0
 
 
 def _ceil(steps: float) -> int:
-    return min(math.ceil(steps - _NOISE * max(1.0, steps)), MAX_INTERVAL_STEPS)
+    # 20 iterations that add up to 20.000000001 are 20
+    return min(math.ceil(steps - 1e-9 * max(1.0, steps)), MAX_INTERVAL_STEPS)

@@ -1,4 +1,4 @@
-"""From what one rank measured in one interval to what one save cost. Pure.
+"""What one rank saw of the training in one interval, and what of it one save cost. Pure.
 
 An interval runs from the end of one save's `after_step` to the end of the next one's. The
 background work of the first save falls into it, and the `after_step` of the second.
@@ -6,39 +6,23 @@ background work of the first save falls into it, and the `after_step` of the sec
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from dcp_checkfreq.policy.costs import spread_s, typical_s
-from dcp_checkfreq.policy.interval import Mode
-
-# Ranks whose iterations are shorter than this share of the longest wait for others: what they
-# wait is no cost of saving.
-_SETS_THE_PACE = 0.9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Iteration:
-    """One iteration as the training thread of one rank saw it.
+    """One iteration as the training thread of one rank saw it."""
 
-    Attributes:
-        seconds: from the return of the `after_step` before to the entry of this one.
-        blocked_s: inside this `after_step`.
-        waited_s: part of ``seconds``: the weight update waited for a snapshot copy.
-        update_s: part of ``seconds``: the weight update itself.
-        loaded: a snapshot copy or a persist was under way at any time during it.
-        copying: a snapshot copy was; then ``loaded`` is true as well.
-        queued_s: part of ``blocked_s``: this save waited for the one before to finish.
-    """
-
-    seconds: float
-    blocked_s: float
-    waited_s: float
-    update_s: float
-    loaded: bool
-    copying: bool = False
-    queued_s: float = 0.0
+    seconds: float  # from the return of the `after_step` before to the entry of this one
+    blocked_s: float  # inside this `after_step`
+    waited_s: float  # part of ``seconds``: the weight update waited for a snapshot copy
+    update_s: float  # part of ``seconds``: the weight update itself
+    loaded: bool  # a snapshot copy or a persist was under way at any time during it
+    copying: bool = False  # a snapshot copy was; then ``loaded`` is true as well
+    queued_s: float = 0.0  # part of ``blocked_s``: this save waited for the one before
 
     @property
     def worked_s(self) -> float:
@@ -48,14 +32,11 @@ class Iteration:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Pace:
-    """How long iterations of one kind took: how many, a typical one, and how they spread.
-
-    ``spread_s`` is a standard deviation. Without iterations all three are 0.
-    """
+    """How long iterations of one kind took. Without iterations all three are 0."""
 
     steps: int = 0
     typical_s: float = 0.0
-    spread_s: float = 0.0
+    spread_s: float = 0.0  # standard deviation
 
     @property
     def sum_s(self) -> float:
@@ -72,25 +53,16 @@ class IntervalSeen:
     """Summary of the iterations of one interval. Small, plain, pickles.
 
     Every iteration is in one of three kinds; their times are without the wait for the copy.
-
-    Attributes:
-        elapsed_s: wall time, ``after_step`` included.
-        blocked_s: sum over the iterations; so are ``queued_s``, which is part of it, and
-            ``waited_s``.
-        update_s: a typical weight update.
-        unloaded: nothing of a save was under way.
-        copying: the snapshot was being copied.
-        loaded: the checkpoint was being persisted, and nothing copied.
     """
 
-    elapsed_s: float
-    blocked_s: float
-    queued_s: float
-    waited_s: float
-    update_s: float
-    unloaded: Pace
-    copying: Pace
-    loaded: Pace
+    elapsed_s: float = 0.0  # wall time, ``after_step`` included
+    blocked_s: float = 0.0  # sum over the iterations, as are the next two
+    queued_s: float = 0.0  # part of ``blocked_s``
+    waited_s: float = 0.0
+    update_s: float = 0.0  # a typical one
+    unloaded: Pace = Pace()  # nothing of a save was under way
+    copying: Pace = Pace()  # the snapshot was being copied
+    loaded: Pace = Pace()  # the checkpoint was being persisted, and nothing copied
 
     @property
     def steps(self) -> int:
@@ -105,36 +77,8 @@ class IntervalSeen:
     @property
     def pace_s(self) -> float:
         """Mean of the typical iterations; 0.0 without iterations."""
-        if not self.steps:
-            return 0.0
-        return (self.unloaded.sum_s + self.copying.sum_s + self.loaded.sum_s) / self.steps
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class SaveSeen:
-    """One save and the interval that it ended.
-
-    Attributes:
-        interval: from the save before to this one.
-        mode: how the snapshot was copied.
-        copy_s: that copy (Tc or Tg).
-        persist_s: copy taken until published (Ts).
-        copied_bytes: what the copy moved on this rank.
-        state_bytes: size of the state that this rank holds.
-        call_s: what starting it took, apart from copying.
-        is_first: the first save of the process, with cold buffers: it is no measure of later ones.
-        failed: it was not published, so ``persist_s`` says little.
-    """
-
-    interval: IntervalSeen
-    mode: Mode
-    copy_s: float
-    persist_s: float
-    copied_bytes: int
-    state_bytes: int
-    call_s: float = 0.0
-    is_first: bool = False
-    failed: bool = False
+        sum_s = self.unloaded.sum_s + self.copying.sum_s + self.loaded.sum_s
+        return sum_s / self.steps if self.steps else 0.0
 
 
 def summarise(iterations: Sequence[Iteration]) -> IntervalSeen:
@@ -172,40 +116,3 @@ def cost_per_save_s(seen: IntervalSeen, base_s: float) -> float:
     against ``base_s``, an iteration with no save under way.
     """
     return max(0.0, seen.blocked_s + seen.waited_s + slow_down_s(seen, base_s))
-
-
-def worst_seen(ranks: Sequence[SaveSeen]) -> SaveSeen:
-    """Return what the job saw of a save that all ``ranks`` took part in.
-
-    Copy, persist and bytes are the greatest of all ranks, the start of the save is that of the rank
-    which waited least for the others. The interval is that of one rank, taken
-    whole, because what one rank waits for shows on the others as slow iterations and must not
-    count twice: the rank for which the interval was dearest, among those that set the pace. Where
-    ranks do not wait for each other in every iteration, the fast ones wait at the save, and that is
-    no cost of saving.
-
-    Raises:
-        ValueError: there is no rank.
-    """
-    if not ranks:
-        raise ValueError("no rank has seen anything")
-    slowest_s = max(rank.interval.pace_s for rank in ranks)
-    setting = [rank for rank in ranks if rank.interval.pace_s >= _SETS_THE_PACE * slowest_s]
-    known = [rank.interval.unloaded.typical_s for rank in setting if rank.interval.unloaded.steps]
-    usual_s = statistics.median(known) if known else 0.0
-
-    def dearness(rank: SaveSeen) -> float:
-        own = rank.interval.unloaded
-        return cost_per_save_s(rank.interval, own.typical_s if own.steps else usual_s)
-
-    return replace(
-        max(setting, key=dearness),
-        mode=max((rank.mode for rank in ranks), key=list(Mode).index),
-        copy_s=max(rank.copy_s for rank in ranks),
-        persist_s=max(rank.persist_s for rank in ranks),
-        copied_bytes=max(rank.copied_bytes for rank in ranks),
-        state_bytes=max(rank.state_bytes for rank in ranks),
-        call_s=min(rank.call_s for rank in ranks),
-        is_first=any(rank.is_first for rank in ranks),
-        failed=any(rank.failed for rank in ranks),
-    )

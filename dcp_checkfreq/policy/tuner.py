@@ -6,13 +6,11 @@ and otherwise stays. See docs/policy.md for the reasons behind each number here.
 
 from __future__ import annotations
 
-import enum
 import math
 import statistics
 from dataclasses import dataclass, replace
 
 from dcp_checkfreq.policy.baseline import (
-    GAP_STEPS,
     Baseline,
     baseline_error_s,
     baseline_of,
@@ -20,7 +18,18 @@ from dcp_checkfreq.policy.baseline import (
     gap_steps,
     renewed,
 )
-from dcp_checkfreq.policy.costs import PROFILE_STEPS, Costs
+from dcp_checkfreq.policy.costs import (
+    ALIKE,
+    CLEARLY,
+    FEW,
+    FEWEST_PROFILE_STEPS,
+    GAP_EVERY_SAVES,
+    KEPT,
+    PROFILE_STEPS,
+    SOME,
+    SURE,
+    Costs,
+)
 from dcp_checkfreq.policy.interval import (
     MAX_INTERVAL_STEPS,
     Forecast,
@@ -29,100 +38,55 @@ from dcp_checkfreq.policy.interval import (
     finish_s,
     forecast,
     interval_steps,
+    needed_steps,
     stall_s,
     steps_for,
 )
-from dcp_checkfreq.policy.observation import IntervalSeen, SaveSeen, cost_per_save_s
-from dcp_checkfreq.policy.required_interval import (
-    CLEARLY,
-    FEW,
-    SOME,
-    SURE,
-    Limits,
-    RequiredInterval,
-    needed_steps,
-    needs_of,
-)
-from dcp_checkfreq.policy.save_cost import (
-    KEPT,
-    SaveCost,
-    judge,
-    second,
-    warmer,
-    without_outdated,
-)
-
-USUAL_BASE_STEPS = 10  # iterations of a profile of which that is not known
-_GAP_EVERY_SAVES = 8  # a baseline is renewed at least this often
-# Then copies are blocking for so many saves, and for twice as many with every further time: what
-# made overlapping dear may have been a busy moment of the machine.
-_FIRST_BLOCKING_SAVES = 16
-_DEARER = 1.1  # an overlapped copy must cost this much more than a blocking one to be given up
+from dcp_checkfreq.policy.observation import IntervalSeen, cost_per_save_s
+from dcp_checkfreq.policy.required_interval import needs_of
+from dcp_checkfreq.policy.save_cost import SaveCost, judge, second, without_outdated
+from dcp_checkfreq.policy.save_timings import SaveTimings, warmer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tuning:
-    """All that the next decision depends on. Made by `start`, changed by `observe`.
+    """All that the next decision depends on. Made by `start`, changed by `observe`."""
 
-    Attributes:
-        interval_steps: k.
-        gap_steps: iterations that the running interval is longer, to see some without a save;
-            negative if it is shorter, to check a profile.
-        mode: how snapshots are copied.
-        mode_is_fixed: the user has chosen it.
-        max_overhead: p.
-        mtbf_s: mean time between failures of the job, or None.
-        costs: the profile, with iteration, update and persist as seen lately.
-        baseline: iterations with no save under way.
-        recent: the last saves, the newest last.
-        shrinking: the interval is on its way down.
-        blocking_saves: how many more saves are blocking before overlapping is tried again.
-        next_blocking_saves: how many it will be the next time that overlapping costs more.
-        warming: k is from a profile that later saves have not confirmed yet.
-        cold_stall_s: how long the loop stood still for the first saves of this process, at most.
-    """
-
-    interval_steps: int
+    interval_steps: int  # k
+    # Iterations that the running interval is longer, to see some without a save; negative if it is
+    # shorter, to check a profile.
     gap_steps: int
-    mode: Mode
-    mode_is_fixed: bool
-    max_overhead: float
-    mtbf_s: float | None
-    costs: Costs
-    baseline: Baseline
-    recent: tuple[SaveCost, ...] = ()
-    shrinking: bool = False
-    blocking_saves: int = 0
-    next_blocking_saves: int = _FIRST_BLOCKING_SAVES
-    warming: bool = False
-    cold_stall_s: float = 0.0
+    mode: Mode  # how snapshots are copied
+    mode_is_fixed: bool  # the user has chosen it
+    max_overhead: float  # p
+    mtbf_s: float | None  # mean time between failures of the job, or None
+    costs: Costs  # the profile, with iteration, update and persist as seen lately
+    baseline: Baseline  # iterations with no save under way
+    recent: tuple[SaveCost, ...] = ()  # the last saves, the newest last
+    shrinking: bool = False  # the interval is on its way down
+    blocking_saves: int = 0  # so many more are blocking before overlapping is tried again
+    next_blocking_saves: int = KEPT  # how many it will be the next time that overlapping costs more
+    warming: bool = False  # k is from a profile that later saves have not confirmed yet
+    cold_stall_s: float = 0.0  # the loop stood still for the first saves of this process, at most
 
-    @property
-    def limits(self) -> Limits:
-        """What the user allows and expects."""
-        return Limits(max_overhead=self.max_overhead, mtbf_s=self.mtbf_s)
+    def steps(self, cost_s: float, left_s: float) -> int:
+        """Return k for saves that cost ``cost_s`` and go on beside the loop for ``left_s``."""
+        base_s = self.baseline.iteration_s
+        return needed_steps(cost_s, left_s, base_s, self.max_overhead, self.mtbf_s)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """When and how to save next. Takes effect in the running interval.
+    """When and how to save next. Takes effect in the running interval."""
 
-    Attributes:
-        interval_steps: k. The next save is ``k + gap_steps`` iterations after the last one.
-        gap_steps: iterations more, this once, so that some are seen with no save under way; or
-            fewer, after a profile, as its save may have been far slower than later ones.
-        mode: how to copy the snapshot.
-        overhead_seen: share of training time that the save cost; None if it is no measure.
-        reason: one line for the log.
-        forecast: what the interval means for the run.
-    """
-
-    interval_steps: int
+    interval_steps: int  # k; the next save is ``k + gap_steps`` iterations after the last one
+    # Iterations more, this once, so that some are seen with no save under way; or fewer, after a
+    # profile, as its save may have been far slower than later ones.
     gap_steps: int
-    mode: Mode
-    overhead_seen: float | None
-    reason: str
-    forecast: Forecast
+    mode: Mode  # how to copy the snapshot
+    overhead_seen: float | None  # share of training time that the save cost; None: no measure
+    reason: str  # one line for the log
+    forecast: Forecast  # what the interval means for the run
 
 
 def start(
@@ -132,7 +96,7 @@ def start(
     mtbf_s: float | None = None,
     mode: Mode | None = None,
     first_interval_steps: int | None = None,
-    base_steps: int = USUAL_BASE_STEPS,
+    base_steps: int = FEWEST_PROFILE_STEPS,
 ) -> Tuning:
     """Return the state to begin with.
 
@@ -151,9 +115,9 @@ def start(
     """
     chosen = choose_mode(costs) if mode is None else mode
     k = interval_steps(costs, chosen, max_overhead, mtbf_s)
+    warming = first_interval_steps is None
     if first_interval_steps is not None:
         k = min(max(first_interval_steps, 1), MAX_INTERVAL_STEPS)
-    warming = first_interval_steps is None
     return Tuning(
         interval_steps=k,
         gap_steps=min(0, PROFILE_STEPS - k) if warming else 0,
@@ -169,24 +133,52 @@ def start(
 
 def opening(tuning: Tuning) -> Decision:
     """Return the decision that `start` amounts to."""
-    return _decision(tuning, None, f"k {tuning.interval_steps} to begin with")
+    return _decision(tuning, None, None, "")
 
 
-def observe(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
+def observe(tuning: Tuning, seen: SaveTimings) -> tuple[Tuning, Decision]:
     """Return the state after one more save, and what to do now.
 
     A first save of a process and a failed one say nothing about later saves: the iterations without
     a save are learned from, and after a profile what a first save did faster than that one.
-    Otherwise, in this order:
+    For others see `_next`.
+    """
+    k = tuning.interval_steps
+    if not seen.interval.steps:
+        tuning = replace(tuning, gap_steps=0)
+        return tuning, _decision(tuning, k, None, "no iteration was seen since the last save")
+    tuning = _learned(tuning, seen.interval)
+    if seen.is_first or seen.failed:
+        tuning, why = _not_judged(replace(tuning, gap_steps=0), seen)
+        return tuning, _decision(tuning, k, None, why)
+    # Some iterations of a gap may not have been measured, so more than k are enough. Otherwise the
+    # interval that was seen had ended before the gap was asked for: it is still to come.
+    asked = tuning.gap_steps > 0
+    had_gap = seen.interval.unloaded.steps > 0 or seen.interval.steps > k
+    tuning = replace(tuning, gap_steps=0 if had_gap else max(0, tuning.gap_steps))
+    recent = without_outdated((*tuning.recent, judge(tuning.baseline, seen))[-KEPT:])
+    tuning = _with_costs(replace(tuning, recent=recent), seen)
+    base_s = tuning.baseline.iteration_s
+    overhead = cost_per_save_s(seen.interval, base_s) / max(seen.interval.steps * base_s, 1e-9)
+    stale = tuning.baseline.age_saves > 0 and not (asked and had_gap)
+    tuning, why = _next(tuning, seen.interval, stale=stale)
+    cost = f"the last save cost {overhead:.1%} of the training time"
+    said = f"{cost}, the budget is {tuning.max_overhead:.1%}"
+    return tuning, _decision(tuning, k, overhead, f"{said}{why}")
 
-    - Iterations without a save renew the baseline.
+
+def _next(tuning: Tuning, interval: IntervalSeen, *, stale: bool) -> tuple[Tuning, str]:
+    """Return the state with the next interval, and why.
+
+    In this order:
+
     - If overlapping the copy cost more than a blocking copy would, in two of the last three
       saves, snapshots are blocking for a while, for twice as long with every time (unless the
       user has chosen the mode).
     - If two of the last three saves need a longer interval, it grows at once to what they need: to
       be published before the next one starts, to stay within p, and with a failure rate to waste
-      least. If only slow iterations say so, and the baseline is not from this interval, it is
-      renewed first.
+      least. If only slow iterations say so, and the baseline is not from this interval
+      (``stale``), it is renewed first.
     - If the first save that is judged stood still for clearly longer than the budget, and the cold
       ones before it did so too, the interval grows at once to what the shorter of both needs.
     - Until three saves were judged after a profile, the interval comes down at once to what the
@@ -195,83 +187,54 @@ def observe(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
       distance with every save, until it is what they need.
     - Else it stays; a gap is asked for when the baseline is old.
     """
-    if not seen.interval.steps:
-        tuning = replace(tuning, gap_steps=0)
-        return tuning, _decision(tuning, None, "nothing was seen")
-    tuning = _learned(tuning, seen.interval)
-    if seen.is_first or seen.failed:
-        tuning = replace(tuning, gap_steps=0)
-        return _not_judged(tuning, seen)
-
-    tuning, pending = _gap_taken(tuning, seen.interval)
-    recent = without_outdated((*tuning.recent, judge(tuning.baseline, seen))[-KEPT:])
-    tuning = _with_costs(replace(tuning, recent=recent), seen)
-    base_s = tuning.baseline.iteration_s
-    overhead = cost_per_save_s(seen.interval, base_s) / max(seen.interval.steps * base_s, 1e-9)
-    saw = f"{overhead:.1%} of {seen.interval.steps} iterations, budget {tuning.max_overhead:.1%}"
     if _overlap_is_dear(tuning):
-        return _without_overlap(tuning, overhead, saw)
+        return _without_overlap(tuning)
     if tuning.blocking_saves:
         tuning = replace(tuning, blocking_saves=tuning.blocking_saves - 1)
         if not tuning.blocking_saves:
-            return _with_overlap_again(tuning, overhead, saw)
+            tuning = replace(tuning, mode=choose_mode(tuning.costs), recent=(), shrinking=False)
+            return tuning, "; the copy is made beside the training again, to see what it costs now"
 
-    k, needs = tuning.interval_steps, _needs(tuning)
-    stale = tuning.baseline.age_saves > 0 and pending is not _Gap.TAKEN
-    doubtful = stale and _baseline_doubtful(tuning, seen.interval)
+    k = tuning.interval_steps
+    needs = needs_of(tuning.recent, tuning.baseline, tuning.steps, cold_stall_s=tuning.cold_stall_s)
+    doubtful = stale and _baseline_doubtful(tuning, interval)
     surely = needs.without_baseline if doubtful else needs.surely
     if surely > k:
         grown = surely if doubtful else needs.likely
         warming = tuning.warming and len(tuning.recent) == 1  # else k is from what was judged
-        tuning = replace(tuning, interval_steps=grown, shrinking=False, warming=warming)
-        return tuning, _decision(tuning, overhead, f"k {k} -> {grown}: save cost {saw}")
+        return replace(tuning, interval_steps=grown, shrinking=False, warming=warming), ""
 
-    why = ""
-    if pending is not _Gap.PENDING:
-        if doubtful:
-            why = "a baseline from this interval is needed first"
-        elif stale and tuning.baseline.age_saves >= _GAP_EVERY_SAVES:
-            why = f"the baseline is {tuning.baseline.age_saves} saves old"
-    if why:
+    why, age = "", tuning.baseline.age_saves
+    if not tuning.gap_steps and (doubtful or (stale and age >= GAP_EVERY_SAVES)):
         tuning = replace(tuning, gap_steps=_gap_that_fits(tuning))
-        why = f"; {why}: a gap of {tuning.gap_steps}"
+        why = "must be seen first" if doubtful else f"was last seen {age} saves ago"
+        why = f"; an iteration without a save {why}: the next save is {tuning.gap_steps} later"
 
     if tuning.warming and not doubtful:
         warm = _warm_interval(tuning)
         tuning = replace(tuning, warming=not needs.known)
         if warm < k:
-            tuning = replace(tuning, interval_steps=warm)
-            return tuning, _decision(
-                tuning, overhead, f"k {k} -> {warm}, the profile was slow: save cost {saw}{why}"
-            )
+            return replace(tuning, interval_steps=warm), f"; the first save was slower{why}"
 
     shrinks = needs.enough < k and (tuning.shrinking or needs.at_most < k)
-    if shrinks and needs.known and not doubtful:
-        fewer = k - max(1, (k - needs.enough) // 2)
-        tuning = replace(tuning, interval_steps=fewer, shrinking=fewer > needs.enough)
-        saw = f"{saw}; {needs.enough} would do"
-        return tuning, _decision(tuning, overhead, f"k {k} -> {fewer}: save cost {saw}{why}")
-    tuning = replace(tuning, shrinking=tuning.shrinking and shrinks)
-    return tuning, _decision(tuning, overhead, f"k {k} stays: save cost {saw}{why}")
+    if not (shrinks and needs.known and not doubtful):
+        return replace(tuning, shrinking=tuning.shrinking and shrinks), why
+    fewer = k - max(1, (k - needs.enough) // 2)
+    tuning = replace(tuning, interval_steps=fewer, shrinking=fewer > needs.enough)
+    return tuning, f"; every {needs.enough} would do{why}"
 
 
-def _not_judged(tuning: Tuning, seen: SaveSeen) -> tuple[Tuning, Decision]:
-    k = tuning.interval_steps
+def _not_judged(tuning: Tuning, seen: SaveTimings) -> tuple[Tuning, str]:
     if seen.failed:
-        return tuning, _decision(tuning, None, f"k {k} stays: a failed save is no measure")
+        return tuning, "a failed save is no measure"
     tuning = replace(tuning, cold_stall_s=max(tuning.cold_stall_s, seen.interval.stall_s))
     if tuning.warming:
-        tuning = replace(tuning, costs=_warmer(tuning, seen))
+        costs = replace(warmer(tuning.costs, seen), iteration_s=tuning.baseline.iteration_s)
+        tuning = replace(tuning, costs=costs)
         warm = _warm_interval(tuning)
-        if warm < k:
-            tuning = replace(tuning, interval_steps=warm)
-            return tuning, _decision(tuning, None, f"k {k} -> {warm}: the profile was slow")
-    why = "the first save of a process is no measure"
-    return tuning, _decision(tuning, None, f"k {k} stays: {why}")
-
-
-def _warmer(tuning: Tuning, seen: SaveSeen) -> Costs:
-    return replace(warmer(tuning.costs, seen), iteration_s=tuning.baseline.iteration_s)
+        if warm < tuning.interval_steps:
+            return replace(tuning, interval_steps=warm), "the profile's save was slower"
+    return tuning, "the first save of a process is no measure"
 
 
 def _warm_interval(tuning: Tuning) -> int:
@@ -282,13 +245,12 @@ def _warm_interval(tuning: Tuning) -> int:
     error_s = 0.0
     if tuning.recent:
         left_s = max(left_s, tuning.recent[-1].left_s)
-        known = [(one.cost_s, one.error_s) for one in tuning.recent if one.cost_s is not None]
-        if known:
-            least_s, error_s = min(known)
-            cost_s = max(cost_s, least_s)
-    clearly = _interval(tuning, max(CLEARLY * cost_s, cost_s + SURE * error_s), CLEARLY * left_s)
+        known = [(save.cost_s, save.error_s) for save in tuning.recent if save.cost_s is not None]
+        least_s, error_s = min(known, default=(0.0, 0.0))
+        cost_s = max(cost_s, least_s)
+    clearly = tuning.steps(max(CLEARLY * cost_s, cost_s + SURE * error_s), CLEARLY * left_s)
     k = tuning.interval_steps
-    return _interval(tuning, cost_s, left_s) if clearly < k else k
+    return tuning.steps(cost_s, left_s) if clearly < k else k
 
 
 def _learned(tuning: Tuning, interval: IntervalSeen) -> Tuning:
@@ -296,38 +258,21 @@ def _learned(tuning: Tuning, interval: IntervalSeen) -> Tuning:
     baseline, changed = renewed(tuning.baseline, interval, tuning.max_overhead)
     recent = tuning.recent
     if changed:
-        recent = tuple(old if old.fresh else replace(old, cost_s=None) for old in recent)
+        recent = tuple(save if save.fresh else replace(save, cost_s=None) for save in recent)
     return replace(tuning, baseline=baseline, recent=recent)
 
 
-def _with_costs(tuning: Tuning, seen: SaveSeen) -> Tuning:
+def _with_costs(tuning: Tuning, seen: SaveTimings) -> Tuning:
     """Return the state with costs as seen lately, which are what a restarted job begins with."""
     if tuning.warming:
         costs = warmer(tuning.costs, seen)
     else:
-        persist_s = statistics.median(judged.persist_s for judged in tuning.recent[-SOME:])
+        persist_s = statistics.median(save.persist_s for save in tuning.recent[-SOME:])
         if seen.mode is Mode.GPU:  # the copy to the host is part of what was seen
             persist_s = max(0.0, persist_s - tuning.costs.snapshot_cpu_s)
         costs = replace(tuning.costs, persist_s=persist_s)
     costs = replace(costs, iteration_s=tuning.baseline.iteration_s, update_s=seen.interval.update_s)
     return replace(tuning, costs=costs)
-
-
-class _Gap(enum.Enum):
-    """What became of the gap that was asked for."""
-
-    NONE = enum.auto()
-    PENDING = enum.auto()  # the interval that was seen had ended before it was asked for
-    TAKEN = enum.auto()
-
-
-def _gap_taken(tuning: Tuning, interval: IntervalSeen) -> tuple[Tuning, _Gap]:
-    if tuning.gap_steps <= 0:
-        return replace(tuning, gap_steps=0), _Gap.NONE
-    # some of its iterations may not have been measured, so more than k are enough
-    if interval.unloaded.steps or interval.steps > tuning.interval_steps:
-        return replace(tuning, gap_steps=0), _Gap.TAKEN
-    return tuning, _Gap.PENDING
 
 
 def _gap_that_fits(tuning: Tuning) -> int:
@@ -336,23 +281,14 @@ def _gap_that_fits(tuning: Tuning) -> int:
     Interval, gap and the save in flight after them come to 2k at most. Where saves take as long as
     an interval, no gap fits: then it is as short as can be, and the forecast says what it costs.
     """
-    wanted = gap_steps(tuning.baseline, tuning.max_overhead)
     save_steps = steps_for(_longest_s(tuning), 0.0, tuning.baseline.iteration_s, 1.0)
-    return min(wanted, max(GAP_STEPS, tuning.interval_steps - save_steps))
+    fits = max(FEW, tuning.interval_steps - save_steps)
+    return min(gap_steps(tuning.baseline, tuning.max_overhead), fits)
 
 
 def _longest_s(tuning: Tuning) -> float:
-    if not tuning.recent:
-        return finish_s(tuning.costs, tuning.mode)
-    return max(judged.finish_s for judged in tuning.recent)
-
-
-def _needs(tuning: Tuning) -> RequiredInterval:
-    return needs_of(tuning.recent, tuning.baseline, tuning.limits, cold_stall_s=tuning.cold_stall_s)
-
-
-def _interval(tuning: Tuning, cost_s: float, left_s: float) -> int:
-    return needed_steps(cost_s, left_s, tuning.baseline.iteration_s, tuning.limits)
+    of_profile_s = finish_s(tuning.costs, tuning.mode)
+    return max((save.finish_s for save in tuning.recent), default=of_profile_s)
 
 
 def _baseline_doubtful(tuning: Tuning, interval: IntervalSeen) -> bool:
@@ -364,29 +300,28 @@ def _baseline_doubtful(tuning: Tuning, interval: IntervalSeen) -> bool:
     if last.cost_s is not None:
         shared_s = baseline_error_s(tuning.baseline, last.beside_steps)
         surely_s = last.cost_s - SURE * math.hypot(last.error_s, shared_s)
-        if _interval(tuning, max(surely_s, last.stall_s), 0.0) > max(
-            tuning.interval_steps, _interval(tuning, last.stall_s, 0.0)
-        ):
+        without = max(tuning.interval_steps, tuning.steps(last.stall_s, 0.0))
+        if tuning.steps(max(surely_s, last.stall_s), 0.0) > without:
             return True
     beside = [pace for pace in (interval.copying, interval.loaded) if pace.steps]
     return any(change_s(tuning.baseline, pace, tuning.max_overhead) < 0 for pace in beside)
 
 
+def _overlap_s(tuning: Tuning) -> float:
+    return second([save.overlap_s for save in tuning.recent[-FEW:]])
+
+
 def _overlap_is_dear(tuning: Tuning) -> bool:
-    if tuning.mode is Mode.BLOCKING or tuning.mode_is_fixed:
-        return False
-    overlap_s = second([judged.overlap_s for judged in tuning.recent[-FEW:]])
-    return overlap_s > _DEARER * tuning.costs.snapshot_cpu_s
+    may_block = tuning.mode is not Mode.BLOCKING and not tuning.mode_is_fixed
+    return may_block and _overlap_s(tuning) > (1 + ALIKE) * tuning.costs.snapshot_cpu_s
 
 
-def _without_overlap(tuning: Tuning, overhead: float, saw: str) -> tuple[Tuning, Decision]:
-    overlap_s = second([judged.overlap_s for judged in tuning.recent[-FEW:]])
-    blocking_s = tuning.costs.snapshot_cpu_s
-    k = tuning.interval_steps
+def _without_overlap(tuning: Tuning) -> tuple[Tuning, str]:
+    beside_s, by_itself_s = _overlap_s(tuning), tuning.costs.snapshot_cpu_s
     longer = interval_steps(tuning.costs, Mode.BLOCKING, tuning.max_overhead, tuning.mtbf_s)
     tuning = replace(
         tuning,
-        interval_steps=max(k, longer),
+        interval_steps=max(tuning.interval_steps, longer),
         mode=Mode.BLOCKING,
         recent=(),  # they say nothing about blocking saves
         cold_stall_s=0.0,
@@ -394,35 +329,27 @@ def _without_overlap(tuning: Tuning, overhead: float, saw: str) -> tuple[Tuning,
         blocking_saves=tuning.next_blocking_saves,
         next_blocking_saves=2 * tuning.next_blocking_saves,
     )
-    why = f"overlapped copy cost {overlap_s:.3g} s, a blocking one {blocking_s:.3g} s"
-    return tuning, _decision(
-        tuning, overhead, f"k {k} -> {tuning.interval_steps}, blocking: {why}; save cost {saw}"
-    )
+    why = f"a copy beside it cost {beside_s:.3g} s, one that it waits for {by_itself_s:.3g} s"
+    return tuning, f"; training waits for the copy now: {why}"
 
 
-def _with_overlap_again(tuning: Tuning, overhead: float, saw: str) -> tuple[Tuning, Decision]:
-    tuning = replace(tuning, mode=choose_mode(tuning.costs), recent=(), shrinking=False)
+def _decision(tuning: Tuning, before: int | None, overhead: float | None, why: str) -> Decision:
+    """Return what the state amounts to; ``before`` is k until now, None to begin with."""
     k = tuning.interval_steps
-    return tuning, _decision(
-        tuning, overhead, f"k {k} stays: the copy overlaps again, to see; save cost {saw}"
-    )
-
-
-def _decision(tuning: Tuning, overhead: float | None, reason: str) -> Decision:
-    costs = [judged.cost_s for judged in tuning.recent if judged.cost_s is not None]
-    finishes = [judged.finish_s for judged in tuning.recent[-SOME:]]
+    told = "to begin with" if before is None else "as before" if k == before else f"(was {before})"
+    costs = [save.cost_s for save in tuning.recent if save.cost_s is not None]
+    cost_s, save_s = stall_s(tuning.costs, tuning.mode), finish_s(tuning.costs, tuning.mode)
     if costs:
-        cost_s, save_s = statistics.median(costs), statistics.median(finishes)
-    else:
-        cost_s, save_s = stall_s(tuning.costs, tuning.mode), finish_s(tuning.costs, tuning.mode)
+        cost_s = statistics.median(costs)
+        save_s = statistics.median(save.finish_s for save in tuning.recent[-SOME:])
     return Decision(
-        interval_steps=tuning.interval_steps,
+        interval_steps=k,
         gap_steps=tuning.gap_steps,
         mode=tuning.mode,
         overhead_seen=overhead,
-        reason=reason,
+        reason=f"save every {k} iterations {told}{why and ': '}{why}",
         forecast=forecast(
-            tuning.interval_steps,
+            k,
             iteration_s=tuning.baseline.iteration_s,
             cost_s=cost_s,
             save_s=save_s,

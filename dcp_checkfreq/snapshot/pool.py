@@ -199,8 +199,13 @@ class BufferPool:
             one.forget()
 
 
+def allocated_bytes(size_bytes: int) -> int:
+    """Return how much memory is taken for a buffer of so many bytes: whole huge pages."""
+    return -(-max(size_bytes, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+
+
 def _allocate(size_bytes: int, device: torch.device | None) -> torch.Tensor:
-    size = -(-max(size_bytes, 1) // HUGE_PAGE_BYTES) * HUGE_PAGE_BYTES
+    size = allocated_bytes(size_bytes)
     pinned = device is None and torch.cuda.is_available()
     kind = "pinned host" if pinned else "pageable host" if device is None else str(device)
     _log.info("snapshot buffer: taking %.1f MiB of %s memory", size / (1 << 20), kind)

@@ -34,7 +34,7 @@ from dcp_checkfreq.snapshot.copy_plan import (
 )
 from dcp_checkfreq.snapshot.inventory import Inventory, Survey
 from dcp_checkfreq.snapshot.optimizer_guard import Address
-from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool, device_pool
+from dcp_checkfreq.snapshot.pool import PROCESS_POOL, BufferPool, allocated_bytes, device_pool
 
 # Less than this is copied at once: a thread would cost more than it saves.
 OVERLAP_FROM_BYTES = 1 << 20
@@ -230,6 +230,17 @@ class Stager:
             plan.copied_bytes,
             survey.inventory.state_bytes,
         )
+
+    def needed_bytes(
+        self, survey: Survey, *, guarded: AbstractSet[Address], on_gpu: bool
+    ) -> tuple[int, int]:
+        """Return how many bytes of host and GPU memory snapshots of all of a state take.
+
+        With ``on_gpu`` what is guarded may go to either: it is counted in both.
+        """
+        host_bytes = CopyPlan(survey.inventory, Asked(None, guarded, on_gpu=False)).host_bytes
+        plan = CopyPlan(survey.inventory, Asked(None, guarded, on_gpu=on_gpu))
+        return allocated_bytes(host_bytes), sum(map(allocated_bytes, plan.gpu_bytes.values()))
 
     def _plan(self, inventory: Inventory, asked: Asked) -> CopyPlan:
         """Return the plan of an earlier snapshot that fits this one, or a new one."""

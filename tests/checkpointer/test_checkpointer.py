@@ -28,6 +28,7 @@ from dcp_checkfreq import (
     WriteFailed,
     find_latest_valid,
 )
+from dcp_checkfreq.snapshot.pool import PROCESS_POOL
 from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import (
     Fault,
@@ -442,3 +443,16 @@ def test_small_states_make_small_files(tmp_path):
         ckpt.after_step()
     (shard,) = tmp_path.rglob("*.distcp")
     assert shard.stat().st_size < 4_004_000 + 50_000
+
+
+def test_what_a_snapshot_takes_is_said_before_it_is_taken(caplog):
+    PROCESS_POOL.drop()
+    caplog.set_level(logging.INFO, logger="dcp_checkfreq")
+    with Checkpointer(MemoryTier(), {"w": torch.zeros(5 << 20)}, every=1) as ckpt:
+        ckpt.after_step()
+    said, taken, *_ = [record.getMessage() for record in caplog.records]
+    assert said == (
+        f"snapshots take {PROCESS_POOL.held_bytes} bytes of host memory and 0 bytes of GPU memory "
+        "on this node (1 rank), the first one now"
+    )
+    assert "taking" in taken

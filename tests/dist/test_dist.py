@@ -32,6 +32,7 @@ FIRST_ON_FOUR = [
     "damage_that_one_rank_reads",
 ]
 THEN_ON_TWO = [
+    "the_first_line_says_what_snapshots_take",
     "load_shards",
     "load_big",
     "resume_fsdp",
@@ -307,3 +308,17 @@ def test_async_save_in_process_mode_publishes_and_loads_equal(shared):
         assert answer["right"] == [True] * 6
         assert "CheckpointExists" in answer["again"][0]
     assert find_latest_valid(shared / "process", depth="digest").step == 2
+
+
+def test_the_first_line_of_a_run_says_what_snapshots_take_on_this_node(two):
+    first, second = values(two["the_first_line_says_what_snapshots_take"])
+    line, taken = first["first"]
+    assert taken == 0, "it was said before"
+    node_bytes = first["taken"] + second["taken"]
+    assert second["taken"] > 2.9 * first["taken"] > 0
+    assert line == (
+        f"snapshots take {node_bytes} bytes of host memory and 0 bytes of GPU memory on this node "
+        "(2 ranks), the first one now"
+    )
+    assert first["lines"] == [line], "once"
+    assert second["lines"] == [], "for each node"

@@ -11,6 +11,7 @@ from pathlib import Path
 import jobs_agreement
 import jobs_data
 import jobs_dtensors
+import jobs_memory
 import jobs_no_rank_alone
 import jobs_parts
 import jobs_replicas
@@ -31,6 +32,7 @@ MODULES = (
     jobs_agreement,
     jobs_data,
     jobs_dtensors,
+    jobs_memory,
     jobs_no_rank_alone,
     jobs_parts,
     jobs_replicas,

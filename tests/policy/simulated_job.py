@@ -12,7 +12,8 @@ from dataclasses import dataclass, field, replace
 
 from dcp_checkfreq.policy.costs import Costs
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.observation import Iteration, SaveSeen, summarise
+from dcp_checkfreq.policy.observation import Iteration, summarise
+from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.policy.tuner import observe, opening, start
 
 At = Callable[[int], float]  # of the number of the save, or for `ti` of the step
@@ -33,7 +34,7 @@ class Flight:
     number: int
     copied: float
     published: float
-    seen: SaveSeen | None = None
+    seen: SaveTimings | None = None
 
 
 @dataclass
@@ -166,7 +167,7 @@ class Job:
         return queued
 
     def close_interval(self):
-        self.flight.seen = SaveSeen(
+        self.flight.seen = SaveTimings(
             interval=summarise(self.iterations), mode=self.mode_now, copy_s=self.copy_s,
             persist_s=self.persist_s, copied_bytes=10**9, state_bytes=10**9,
             is_first=self.saves == 1, call_s=self.blocked(self.saves),

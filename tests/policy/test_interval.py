@@ -14,7 +14,6 @@ from dcp_checkfreq.policy.interval import (
     forecast,
     interval_steps,
     least_waste_interval_steps,
-    shortest_interval_steps,
     stall_s,
     steps_for,
 )
@@ -54,7 +53,7 @@ def affordable(costs, mode, k, p):
 
 @given(costs=COSTS, mode=MODES, p=BUDGET)
 def test_both_promises_hold_at_k_and_one_fails_at_one_less(costs, mode, p):
-    k = shortest_interval_steps(costs, mode, p)
+    k = interval_steps(costs, mode, p)
     assume(k < MAX_INTERVAL_STEPS)
     assert finished(costs, mode, k)
     assert affordable(costs, mode, k, p)
@@ -71,7 +70,7 @@ def test_a_dearer_save_never_shortens_the_interval(costs, mode, p, more, which):
               "call": costs.call_s}  # fmt: skip
     values[which] += more
     dearer = costs_of(ti=costs.iteration_s, tw=costs.update_s, **values)
-    assert shortest_interval_steps(dearer, mode, p) >= shortest_interval_steps(costs, mode, p)
+    assert interval_steps(dearer, mode, p) >= interval_steps(costs, mode, p)
 
 
 @given(costs=COSTS, mode=MODES, p=BUDGET, factor=st.floats(1, 50))
@@ -80,27 +79,27 @@ def test_a_longer_iteration_never_lengthens_the_interval(costs, mode, p, factor)
         ti=costs.iteration_s * factor, tw=costs.update_s,
         tg=costs.snapshot_gpu_s, tc=costs.snapshot_cpu_s, ts=costs.persist_s, call=costs.call_s,
     )  # fmt: skip
-    assert shortest_interval_steps(slower, mode, p) <= shortest_interval_steps(costs, mode, p)
+    assert interval_steps(slower, mode, p) <= interval_steps(costs, mode, p)
 
 
 @given(costs=COSTS, mode=MODES, p=BUDGET, q=BUDGET)
 def test_a_larger_budget_never_lengthens_the_interval(costs, mode, p, q):
     tight, wide = sorted([p, q])
-    assert shortest_interval_steps(costs, mode, wide) <= shortest_interval_steps(costs, mode, tight)
+    assert interval_steps(costs, mode, wide) <= interval_steps(costs, mode, tight)
 
 
 @given(ranks=st.lists(COSTS, min_size=1, max_size=6), mode=MODES, p=BUDGET)
 def test_the_interval_of_the_worst_suits_every_rank(ranks, mode, p):
     same_update = [costs_of(ti=r.iteration_s, tc=r.snapshot_cpu_s, tg=r.snapshot_cpu_s / 2,
                             ts=r.persist_s) for r in ranks]  # fmt: skip
-    k = shortest_interval_steps(worst(same_update), mode, p)
-    assert all(k >= shortest_interval_steps(rank, mode, p) for rank in same_update)
+    k = interval_steps(worst(same_update), mode, p)
+    assert all(k >= interval_steps(rank, mode, p) for rank in same_update)
 
 
 def test_a_cost_of_one_iteration_at_five_percent_is_every_twentieth():
     costs = costs_of(ti=1.0, tw=1.0, tc=1.0, ts=0.0)
-    assert shortest_interval_steps(costs, Mode.CPU, 0.05) == 20
-    assert shortest_interval_steps(costs, Mode.BLOCKING, 0.05) == 20
+    assert interval_steps(costs, Mode.CPU, 0.05) == 20
+    assert interval_steps(costs, Mode.BLOCKING, 0.05) == 20
 
 
 @pytest.mark.parametrize("mode", Mode)
@@ -108,9 +107,9 @@ def test_starting_a_save_counts_though_the_copy_is_hidden(mode):
     costs = costs_of(ti=1.0, tg=0.2, tc=0.5, ts=2.0, call=0.7)
     hidden = 0.5 if mode is Mode.BLOCKING else 0.0
     assert stall_s(costs, mode) == pytest.approx(0.7 + hidden)
-    assert shortest_interval_steps(costs, mode, 0.07) == 10 + (mode is Mode.BLOCKING) * 8
+    assert interval_steps(costs, mode, 0.07) == 10 + (mode is Mode.BLOCKING) * 8
     # It comes before the copy, so it leaves no less to be done beside the loop.
-    assert shortest_interval_steps(costs, mode, 1.0) == 3 - (mode is Mode.BLOCKING)
+    assert interval_steps(costs, mode, 1.0) == 3 - (mode is Mode.BLOCKING)
 
 
 def test_sums_that_are_whole_but_for_rounding_are_whole():
@@ -135,13 +134,13 @@ def test_whatever_was_measured_the_interval_is_usable(values, mode, p):
 def test_a_save_that_costs_nothing_is_made_every_iteration():
     for ti in (0.0, 1.0, math.nan):
         free = costs_of(ti=ti, tg=0.0, tc=0.0, ts=0.0)
-        assert shortest_interval_steps(free, Mode.CPU, 0.035) == 1
+        assert interval_steps(free, Mode.CPU, 0.035) == 1
 
 
 @pytest.mark.parametrize("p", [0, -0.1, 1.1, math.nan, math.inf])
 def test_a_budget_that_is_none_is_refused(p):
     with pytest.raises(ValueError, match="max_overhead"):
-        shortest_interval_steps(costs_of(), Mode.CPU, p)
+        interval_steps(costs_of(), Mode.CPU, p)
 
 
 @pytest.mark.parametrize(
@@ -190,9 +189,9 @@ def test_the_textbook_interval():
 @given(costs=COSTS, mode=MODES, p=BUDGET, mtbf=st.floats(1, 1e7))
 def test_a_failure_rate_only_ever_lengthens_the_interval(costs, mode, p, mtbf):
     k = interval_steps(costs, mode, p, mtbf)
-    assert k >= shortest_interval_steps(costs, mode, p)
+    assert k >= interval_steps(costs, mode, p)
     least = least_waste_interval_steps(stall_s(costs, mode), costs.iteration_s, mtbf)
-    assert k == max(least, shortest_interval_steps(costs, mode, p))
+    assert k == max(least, interval_steps(costs, mode, p))
 
 
 @pytest.mark.parametrize("mtbf", [0, -1, math.nan, math.inf])

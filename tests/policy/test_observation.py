@@ -13,12 +13,11 @@ from dcp_checkfreq.policy.observation import (
     IntervalSeen,
     Iteration,
     Pace,
-    SaveSeen,
     cost_per_save_s,
     slow_down_s,
     summarise,
-    worst_seen,
 )
+from dcp_checkfreq.policy.save_timings import SaveTimings, worst_seen
 
 SECONDS = st.floats(0, 100)
 
@@ -37,7 +36,7 @@ def beside(seconds=1.0, waited=0.0, blocked=0.0, copying=False, queued=0.0):
 
 
 def save_of(iterations, mode=Mode.CPU, copy=0.5, persist=3.0, copied=100, **more):
-    return SaveSeen(
+    return SaveTimings(
         interval=summarise(iterations), mode=mode, copy_s=copy, persist_s=persist,
         copied_bytes=copied, state_bytes=400, **more,
     )  # fmt: skip

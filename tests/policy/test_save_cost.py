@@ -9,24 +9,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_checkfreq.policy.baseline import Baseline
-from dcp_checkfreq.policy.costs import Costs
+from dcp_checkfreq.policy.costs import KEPT, Costs
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.observation import (
     Iteration,
     Pace,
-    SaveSeen,
     summarise,
 )
 from dcp_checkfreq.policy.save_cost import (
-    KEPT,
     SaveCost,
     estimate,
     judge,
     second,
     swings,
-    warmer,
     without_outdated,
 )
+from dcp_checkfreq.policy.save_timings import SaveTimings, warmer
 
 QUIET = Baseline(paces=(Pace(steps=50, typical_s=1.0),), noises=(0.0,))
 ONE = SaveCost(
@@ -48,7 +46,7 @@ def cost_of(costs):
 
 
 def save_of(*iterations, copy=0.5, persist=3.0, mode=Mode.CPU):
-    return SaveSeen(
+    return SaveTimings(
         interval=summarise(iterations), mode=mode, copy_s=copy, persist_s=persist,
         copied_bytes=1, state_bytes=1,
     )  # fmt: skip

@@ -6,9 +6,9 @@ import pytest
 
 from dcp_checkfreq.policy.costs import PROFILE_STEPS
 from dcp_checkfreq.policy.interval import Mode
-from dcp_checkfreq.policy.observation import Iteration
-from dcp_checkfreq.policy.save_record import Measured
-from dcp_checkfreq.policy.save_schedule import Facts, facts_of, tuned_schedule
+from dcp_checkfreq.policy.observation import Iteration, summarise
+from dcp_checkfreq.policy.save_schedule import SaveSchedule
+from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.testing import MemoryTier
 
@@ -25,8 +25,8 @@ def schedule_of(ranks):
     root = MemoryTier()
 
     def make(max_overhead=0.035, mtbf_s=None, steps_per_epoch=None):
-        return tuned_schedule(
-            root, ranks, ["a job"], max_overhead=max_overhead, mtbf_s=mtbf_s,
+        return SaveSchedule(
+            root, ranks, ["a job"], every=None, max_overhead=max_overhead, mtbf_s=mtbf_s,
             steps_per_epoch=steps_per_epoch, mode=None,
         )  # fmt: skip
 
@@ -40,25 +40,25 @@ def iterations(steps, seconds=1.0, loaded=False):
 
 
 def profile(steps=50, copy=0.5, persist=3.0, call=0.0, gpu_bytes=(0, 0)):
-    measured = Measured(
-        Mode.BLOCKING, copied_bytes=10, written_bytes=10, state_bytes=10, copy_s=copy,
-        persist_s=persist, call_s=call,
+    return SaveTimings(
+        interval=summarise(iterations(steps)), mode=Mode.BLOCKING, copied_bytes=10,
+        written_bytes=10, state_bytes=10, copy_s=copy, persist_s=persist, call_s=call,
+        gpu_used_bytes=gpu_bytes[0], gpu_total_bytes=gpu_bytes[1], is_first=True,
     )  # fmt: skip
-    return facts_of(iterations(steps), measured, gpu_bytes, is_first=True)
 
 
 def later(steps, call=0.0, is_first=False):
-    measured = Measured(
-        Mode.CPU, copied_bytes=10, state_bytes=10, copy_s=0.5, persist_s=3.0, call_s=call
-    )
     rows = [*iterations(min(steps, 4), loaded=True), *iterations(max(0, steps - 4))]
     rows[0] = replace(rows[0], blocked_s=call)
-    return facts_of(rows, measured, (0, 0), is_first=is_first)
+    return SaveTimings(
+        interval=summarise(rows), mode=Mode.CPU, copied_bytes=10, state_bytes=10, copy_s=0.5,
+        persist_s=3.0, call_s=call, is_first=is_first,
+    )  # fmt: skip
 
 
 def decide(schedule, *ranks):
     schedule.save_started()
-    schedule.apply(schedule.decide(1, list(ranks)))
+    schedule.apply(schedule.decide(list(ranks)))
     schedule.store()
     return schedule.interval_steps
 
@@ -80,16 +80,16 @@ def test_the_baseline_has_the_weight_of_the_iterations_that_were_measured(schedu
 
 def test_what_the_call_took_is_part_of_the_first_interval_but_not_beside_a_gpu(schedule_of):
     assert decide(schedule_of(), profile(call=0.7)) == 20
-    facts = profile(call=0.7, gpu_bytes=(1, 10))  # the GPU has work while the host is busy
-    assert facts.costs.call_s == 0.0
-    assert facts.seen.call_s == 0.7
+    timings = profile(call=0.7, gpu_bytes=(1, 10))  # the GPU has work while the host is busy
+    assert timings.profile().call_s == 0.0
+    assert timings.call_s == 0.7
 
 
-def test_a_failed_save_says_no_costs():
-    measured = Measured(Mode.BLOCKING, failed=True)
-    facts = facts_of(iterations(5), measured, (0, 0), is_first=True)
-    assert isinstance(facts, Facts)
-    assert facts.costs is None
+def test_a_save_that_failed_on_one_rank_is_no_profile(schedule_of):
+    schedule = schedule_of()
+    assert schedule.decide([profile(), replace(profile(), failed=True)]) is None
+    assert schedule.wants_profile
+    assert decide(schedule, profile(), profile()) == 4
 
 
 # --- when a save is due ---
@@ -137,7 +137,7 @@ def test_an_interval_is_taken_over_under_the_same_budget_and_failure_rate_only(s
 def test_deciding_stores_nothing_by_itself(schedule_of):
     """The end of a save waits for the decision; on a busy disk storing takes seconds."""
     schedule = schedule_of()
-    schedule.decide(1, [profile()])
+    schedule.decide([profile()])
     assert schedule_of().interval_steps is None
     schedule.store()
     assert schedule_of().interval_steps == 4

@@ -18,9 +18,9 @@ from dcp_checkfreq.policy.interval import (
     MAX_INTERVAL_STEPS,
     Mode,
     interval_steps,
-    shortest_interval_steps,
 )
-from dcp_checkfreq.policy.observation import Iteration, SaveSeen, summarise
+from dcp_checkfreq.policy.observation import Iteration, summarise
+from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.policy.tuner import observe, opening, start
 
 BUDGET = 0.035
@@ -43,7 +43,7 @@ def costs_of(ti=1.0, tw=0.1, tc=0.5, ts=3.0):
 
 
 def save_of(*iterations, copy=0.5, persist=3.0, mode=Mode.CPU, **more):
-    return SaveSeen(
+    return SaveTimings(
         interval=summarise(iterations), mode=mode, copy_s=copy, persist_s=persist, copied_bytes=1,
         state_bytes=1, **more,
     )  # fmt: skip
@@ -103,7 +103,7 @@ def test_settled_overhead_is_within_the_budget_and_saves_are_finished_in_time(jo
 def test_without_slow_down_the_profile_was_right_and_nothing_changes(ti, tc, ts, p):
     job = Job(ti=steady(ti), tc=tc, ts=steady(ts), p=p)
     first = job.decision.interval_steps
-    assert first == shortest_interval_steps(job.tuning.costs, Mode.CPU, p)
+    assert first == interval_steps(job.tuning.costs, Mode.CPU, p)
     found = job.run(40)
     assert max(found) <= first + 1  # a copy that spans several iterations is hidden by one only
     assert changes(found) <= 1
@@ -267,7 +267,7 @@ def test_a_gap_is_asked_for_when_the_baseline_is_old_and_makes_that_interval_lon
     between = [b - a for a, b in zip(job.save_steps, job.save_steps[1:], strict=False)]
     assert set(between) == {4, 7}
     assert job.tuning.baseline.age_saves <= 9
-    assert any("gap of 3" in decision.reason for decision in job.decisions)
+    assert any("the next save is 3 later" in decision.reason for decision in job.decisions)
 
 
 def test_an_interval_with_free_iterations_needs_no_gap():
@@ -279,8 +279,8 @@ def test_an_interval_with_free_iterations_needs_no_gap():
 def test_a_job_that_is_nearly_always_saving_over_budget_renews_the_baseline_before_it_judges():
     job = Job(ts=steady(3.4), slow_persist=stepped(0.0, 0.1, 12))
     job.run(20)
-    first_gap = next(i for i, d in enumerate(job.decisions) if "needed first" in d.reason)
-    grown = next(i for i, d in enumerate(job.decisions) if "->" in d.reason)
+    first_gap = next(i for i, d in enumerate(job.decisions) if "must be seen first" in d.reason)
+    grown = next(i for i, d in enumerate(job.decisions) if "(was" in d.reason)
     assert first_gap == grown - 1
 
 
@@ -303,9 +303,9 @@ def test_an_overlapped_copy_that_costs_more_than_a_blocking_one_is_given_up(know
     job = Job(tc=3.0, contention=steady(3.0), knows_copying=knows_copying)
     job.run(5)
     assert job.decision.mode is Mode.BLOCKING
-    said = [decision.reason for decision in job.decisions if "blocking:" in decision.reason]
+    said = [one.reason for one in job.decisions if "waits for the copy" in one.reason]
     assert len(said) == 1
-    assert "overlapped copy cost" in said[0]
+    assert "a copy beside it cost" in said[0]
     job.overheads.clear()
     settled = job.run(12)
     assert len(set(settled[5:])) == 1
@@ -391,9 +391,12 @@ def test_a_line_for_the_log_says_what_was_seen_and_what_follows():
     job = Job(blocked=stepped(0.0, 1.0, 5))
     job.run(8)
     lines = [decision.reason for decision in job.decisions]
-    assert "k 4 -> 29: save cost 25.0% of 4 iterations, budget 3.5%" in lines
+    assert (
+        "save every 29 iterations (was 4): the last save cost 25.0% of the training time, "
+        "the budget is 3.5%"
+    ) in lines
     assert all("\n" not in line for line in lines)
-    assert opening(job.tuning).reason.startswith("k 29 ")
+    assert opening(job.tuning).reason.startswith("save every 29 iterations ")
 
 
 def test_state_and_decision_pickle():
@@ -405,7 +408,7 @@ def test_state_and_decision_pickle():
 
 BROKEN = st.floats() | st.sampled_from([0.0, -1.0, math.nan, math.inf])
 BROKEN_SAVES = st.builds(
-    SaveSeen,
+    SaveTimings,
     interval=st.lists(
         st.builds(
             Iteration, seconds=BROKEN, blocked_s=BROKEN, waited_s=BROKEN, update_s=BROKEN,

@@ -9,7 +9,8 @@ from simulated_job import Job, steady, stepped
 
 from dcp_checkfreq.policy.costs import PROFILE_STEPS
 from dcp_checkfreq.policy.interval import MAX_INTERVAL_STEPS, Mode, interval_steps
-from dcp_checkfreq.policy.observation import SaveSeen, summarise
+from dcp_checkfreq.policy.observation import summarise
+from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.policy.tuner import observe, opening, start
 
 BUDGET = 0.035
@@ -47,7 +48,7 @@ def test_a_call_that_the_profile_did_not_see_is_paid_from_the_first_judged_save_
     first, second = job.run(2)  # the first one is cold
     assert first == 4
     assert second * BUDGET >= blocked * (1 - 1e-6)
-    assert "save cost" in job.decision.reason
+    assert "the last save cost" in job.decision.reason
 
 
 @FEW
@@ -127,7 +128,7 @@ def test_the_first_save_after_a_profile_comes_early_and_only_that_one():
 
 def test_the_early_save_is_not_asked_for_again_if_nothing_was_seen_of_it():
     job = Job(profile={"persist_s": 300.0})
-    seen = SaveSeen(
+    seen = SaveTimings(
         interval=summarise([]), mode=Mode.CPU, copy_s=0.5, persist_s=3.0, copied_bytes=1,
         state_bytes=1,
     )  # fmt: skip
