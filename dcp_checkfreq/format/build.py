@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 from dcp_checkfreq.format import stand_ins as made
 from dcp_checkfreq.format.names import is_file_name
 from dcp_checkfreq.format.opcodes import DICT_MARK, OddPickle
+from dcp_checkfreq.format.stand_in_fields import columns_of, fields_of, kind_of, split, texts_and
 from dcp_checkfreq.format.texts import is_text, plain, shown
 from dcp_checkfreq.format.torch_private import MemoryFormat, StorageInfo
 
@@ -49,7 +50,6 @@ _PROPERTIES = set(range(5, 20))  # torch 2.15 has a sixth, which none before it 
 _HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorProperties)}
 _PROPERTY_TYPES = (torch.dtype, torch.layout, bool, MemoryFormat, bool)
 _LARGEST_ITEM_BYTES = 16
-_MISSING = object()
 
 
 class _Budget:
@@ -76,8 +76,8 @@ def metadata_of(body: bytes, attribute: str) -> tuple[Metadata, Any]:
     budget = _Budget(len(body))
     root = made.unpickled(body)
     if type(root) is not made.MadeMetadata:
-        raise OddPickle(f"it holds {_kind(root)}, not DCP metadata")
-    fields = _fields(root, made.MadeMetadata)
+        raise OddPickle(f"it holds {kind_of(root)}, not DCP metadata")
+    fields = fields_of(root, made.MadeMetadata)
     metadata = Metadata(_kept_metadata(fields.pop("state_dict_metadata", None), budget))
     metadata.storage_data = _entries(fields.pop("storage_data", None), budget)
     meta = fields.pop("storage_meta", None)
@@ -91,13 +91,19 @@ def metadata_of(body: bytes, attribute: str) -> tuple[Metadata, Any]:
         del fields["planner_data"]
     if any(value is not None and type(value) is not str for value in fields.values()):
         # Of another planner than DCP's. What is a dict and what a list takes a second look.
-        marked = _fields(made.unpickled(body, tell_dicts=True), made.MadeMetadata, marked=True)
+        marked = fields_of(made.unpickled(body, tell_dicts=True), made.MadeMetadata, marked=True)
         fields = {name: _plain(marked[name], budget) for name in fields}
     for name, value in fields.items():
         if not name.isidentifier() or name.startswith("__"):
             raise OddPickle(f"it has an attribute {shown(name)}")
         setattr(metadata, name, value)
     return metadata, record
+
+
+def _record(flat: Any) -> dict[str, Any]:
+    """Return our record, which has dicts in it and no lists."""
+    record = texts_and(flat)
+    return {name: texts_and(v) if type(v) is list else v for name, v in record.items()}
 
 
 def lost_chunk(metadata: Metadata) -> str | None:
@@ -116,95 +122,15 @@ def lost_chunk(metadata: Metadata) -> str | None:
     return min(set(values) - {key for key, _ in present}, default=None) if values else None
 
 
-def _kind(value: object) -> str:
-    return f"a {type(value).__name__}".replace("a MadeBuiltin_", "a ")
-
-
-# --- dicts, which were read as lists -------------------------------------------------------
-
-
-def _split(flat: Any, *, marked: bool = False) -> tuple[list[Any], list[Any]]:
-    """Return keys and values of what was a dict; see `opcodes.without_dicts`."""
-    if type(flat) is not list:
-        raise OddPickle(f"{_kind(flat)} is where a dict should be")
-    keys, values = flat[::2], flat[1::2]
-    if len(keys) == len(values) and tuple not in set(map(type, keys)):
-        return keys, values
-    keys, values = [], []
-    waiting = iter(flat)
-    for key in waiting:
-        if type(key) is tuple and len(key) == 3 and key[2] is DICT_MARK:
-            key, value, _ = key
-        elif type(key) is tuple and len(key) == 2 and not marked:
-            key, value = key
-        else:
-            value = next(waiting, _MISSING)
-            if value is _MISSING:
-                raise OddPickle("a key has no value")
-        keys.append(key)
-        values.append(value)
-    return keys, values
-
-
-def _texts_and(flat: Any, *, marked: bool = False) -> dict[str, Any]:
-    """Return what was a dict with texts for keys."""
-    keys, values = _split(flat, marked=marked)
-    if not set(map(type, keys)) <= {str}:
-        raise OddPickle("a key is no text")
-    by_key = dict(zip(keys, values, strict=True))
-    if not all(map(str.isascii, by_key)):
-        for key in by_key:
-            if not is_text(key):
-                raise OddPickle(f"the key {shown(key)} is no text")
-    return by_key
-
-
-def _fields(thing: Any, kind: type[made.Made], *, marked: bool = False) -> dict[str, Any]:
-    """Return the state of an object."""
-    if type(thing) is not kind or len(thing) != 1 or type(thing[0]) is not list:
-        raise OddPickle(f"{_kind(thing)} is not a whole {kind.__name__.removeprefix('Made')}")
-    return _texts_and(thing[0][1:], marked=True) if marked else _texts_and(thing[0])
-
-
-def _record(flat: Any) -> dict[str, Any]:
-    """Return our record, which has dicts in it and no lists."""
-    record = _texts_and(flat)
-    return {name: _texts_and(v) if type(v) is list else v for name, v in record.items()}
-
-
-def _columns(things: list[Any], kind: type[made.Made], names: list[str]) -> list[list[Any]]:
-    """Return the values of each field of many objects; None for a field that one lacks.
-
-    Nearly always all have all fields in this order, but for the last one; then no object costs
-    a step in Python.
-    """
-    if set(map(type, things)) <= {kind} and set(map(len, things)) <= {1}:
-        states = list(chain.from_iterable(things))
-        if set(map(type, states)) <= {list}:
-            width = 2 * len(names)
-            last = [names[-1], None]
-            states = [state + last if len(state) == width - 2 else state for state in states]
-            if set(map(len, states)) <= {width}:
-                every = list(chain.from_iterable(states))
-                at = range(0, width, 2)
-                if all(
-                    every[n::width].count(name) == len(things)
-                    for n, name in zip(at, names, strict=True)
-                ):
-                    return [every[n + 1 :: width] for n in at]
-    rows = [_fields(thing, kind) for thing in things]
-    return [[row.get(name) for row in rows] for name in names]
-
-
 # --- what is kept of each key --------------------------------------------------------------
 
 
 def _kept_metadata(flat: Any, budget: _Budget) -> dict[str, Any]:
-    kept = _texts_and(flat)
+    kept = texts_and(flat)
     tensors = {key: thing for key, thing in kept.items() if type(thing) is made.MadeTensor}
     for key, thing in kept.items():
         if type(thing) is not made.MadeTensor and type(thing) is not made.MadeBytes:
-            raise OddPickle(f"{shown(key)} is {_kind(thing)}")
+            raise OddPickle(f"{shown(key)} is {kind_of(thing)}")
     built = _tensors(list(tensors), list(tensors.values()), budget)
     if len(built) == len(kept):
         return dict(zip(kept, built, strict=True))
@@ -213,7 +139,7 @@ def _kept_metadata(flat: Any, budget: _Budget) -> dict[str, Any]:
 
 
 def _tensors(keys: list[str], things: list[Any], budget: _Budget) -> list[TensorStorageMetadata]:
-    properties, dims, chunks = _columns(things, made.MadeTensor, ["properties", "size", "chunks"])
+    properties, dims, chunks = columns_of(things, made.MadeTensor, ["properties", "size", "chunks"])
     sizes = _sizes(dims, budget)
     largest = max(map(math.prod, sizes), default=0)
     if largest > LARGEST // _LARGEST_ITEM_BYTES:
@@ -222,7 +148,7 @@ def _tensors(keys: list[str], things: list[Any], budget: _Budget) -> list[Tensor
         raise OddPickle("the chunks of a tensor are no list")
     counts = list(map(len, chunks))
     budget.spend(sum(counts))
-    offsets, lengths = _columns(
+    offsets, lengths = columns_of(
         list(chain.from_iterable(chunks)), made.MadeChunk, ["offsets", "sizes"]
     )
     starts, extents = _sizes(offsets, budget), _sizes(lengths, budget)
@@ -255,7 +181,7 @@ def _all_inside(
 def _sizes(dims: list[Any], budget: _Budget) -> list[torch.Size]:
     if not set(map(type, dims)) <= {tuple, list}:
         odd = next(one for one in dims if type(one) not in (tuple, list))
-        raise OddPickle(f"{_kind(odd)} is where a size should be")
+        raise OddPickle(f"{kind_of(odd)} is where a size should be")
     if max(map(len, dims), default=0) > _MOST_DIMS:
         raise OddPickle("a tensor has too many dimensions")
     budget.spend(sum(map(len, dims)))
@@ -266,7 +192,7 @@ def _sizes(dims: list[Any], budget: _Budget) -> list[torch.Size]:
 def _check_counts(numbers: list[Any]) -> None:
     if not set(map(type, numbers)) <= {int}:
         odd = next(one for one in numbers if type(one) is not int)
-        raise OddPickle(f"{_kind(odd)} is where a size should be")
+        raise OddPickle(f"{kind_of(odd)} is where a size should be")
     least, most = min(numbers, default=0), max(numbers, default=0)
     if least < 0 or most > LARGEST:
         raise OddPickle(f"{shown(least if least < 0 else most)} is where a size should be")
@@ -282,7 +208,7 @@ def _properties(things: list[Any]) -> list[TensorProperties]:
     for column, kind in zip(columns, _PROPERTY_TYPES, strict=True):
         if not set(map(type, column)) <= {kind}:
             odd = next(one for one in column if type(one) is not kind)
-            raise OddPickle(f"{_kind(odd)} is where a {kind.__name__} should be")
+            raise OddPickle(f"{kind_of(odd)} is where a {kind.__name__} should be")
     columns[3] = [_FORMATS[memory_format] for memory_format in columns[3]]
     built = list(map(TensorProperties, *columns)) if states else []
     if _HAS_STRIDES:
@@ -307,7 +233,7 @@ def _strides(rest: tuple[Any, ...]) -> tuple[int, ...] | None:
 def _entries(flat: Any, budget: _Budget) -> dict[Any, Any] | None:
     if flat is None:
         return None
-    keys, values = _split(flat)
+    keys, values = split(flat)
     budget.spend(len(keys))
     indices = _indices(keys, budget)
     _refuse_collisions([(index.fqn, index.offset) for index in indices])
@@ -315,7 +241,7 @@ def _entries(flat: Any, budget: _Budget) -> dict[Any, Any] | None:
 
 
 def _indices(things: list[Any], budget: _Budget) -> list[MetadataIndex]:
-    keys, hints, offsets = _columns(things, made.MadeIndex, ["fqn", "index", "offset"])
+    keys, hints, offsets = columns_of(things, made.MadeIndex, ["fqn", "index", "offset"])
     if not set(map(type, keys)) <= {str}:
         raise OddPickle("the key of an entry is no text")
     _check_counts([hint for hint in hints if hint is not None])
@@ -332,7 +258,7 @@ def _indices(things: list[Any], budget: _Budget) -> list[MetadataIndex]:
 
 
 def _infos(things: list[Any]) -> list[StorageInfo]:
-    files, offsets, lengths, transforms = _columns(
+    files, offsets, lengths, transforms = columns_of(
         things, made.MadeInfo, ["relative_path", "offset", "length", "transform_descriptors"]
     )
     if not set(map(type, files)) <= {str}:
@@ -350,7 +276,7 @@ def _infos(things: list[Any]) -> list[StorageInfo]:
 
 def _transforms(names: Any) -> list[str]:
     if type(names) not in (list, tuple) or len(names) > 8:
-        raise OddPickle(f"{_kind(names)} is where names of transforms should be")
+        raise OddPickle(f"{kind_of(names)} is where names of transforms should be")
     if not all(is_text(name) and len(name) < 100 for name in names):
         raise OddPickle("the name of a transform is no text")
     return list(names)
@@ -369,7 +295,7 @@ def _refuse_collisions(keys: list[Any]) -> None:
 
 
 def _storage_meta(thing: Any) -> StorageMeta:
-    fields = _fields(thing, made.MadeStorageMeta)
+    fields = fields_of(thing, made.MadeStorageMeta)
     meta = StorageMeta()
     for name in ("checkpoint_id", "save_id", "load_id"):
         value = fields.get(name)
@@ -401,7 +327,7 @@ def _paths(flat: Any, budget: _Budget) -> dict[str, Any] | None:
     """Return what DCP's own planners keep: for each key its path in the state. None: not that."""
     if type(flat) is not list:
         return None
-    keys, values = _split(flat)
+    keys, values = split(flat)
     if not set(map(type, keys)) <= {str} or not set(map(type, values)) <= {tuple}:
         return None
     budget.spend(sum(map(len, values)))
@@ -436,18 +362,18 @@ def _plain(value: Any, budget: _Budget, depth: int = 0) -> Any:
         if kind is made.MadeChainMap:
             return ChainMap(*maps)
         return OrderedDict(_plain_dict(value[1:], budget, depth))
-    raise OddPickle(f"its planner's data holds {_kind(value)}")
+    raise OddPickle(f"its planner's data holds {kind_of(value)}")
 
 
 def _plain_dict(flat: list[Any], budget: _Budget, depth: int) -> dict[Any, Any]:
-    keys, values = _split(flat, marked=True)
+    keys, values = split(flat, marked=True)
     budget.spend(len(keys))
     odd = [key for key in keys if type(key) is not str]
     if len(odd) > _MOST_ODD_KEYS:
         raise OddPickle("its planner's data has too many keys that are no texts")
     for key in odd:
         if not _is_plain_key(key):
-            raise OddPickle(f"its planner's data has {_kind(key)} for a key")
+            raise OddPickle(f"its planner's data has {kind_of(key)} for a key")
     return {key: _plain(value, budget, depth + 1) for key, value in zip(keys, values, strict=True)}
 
 

@@ -26,6 +26,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from dcp_checkfreq import options
 from dcp_checkfreq.errors import RankLost, UnsupportedOption
 from dcp_checkfreq.format.torch_private import default_store
+from dcp_checkfreq.ranks.dcp_errors import raise_of_dcp
 from dcp_checkfreq.ranks.meeting import (
     NOTHING,
     Answer,
@@ -47,7 +48,6 @@ from dcp_checkfreq.ranks.watchdog import Watchdog
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
 from dcp_checkfreq.runtime.told import (
     Wrap,
-    as_ours,
     tell,
     text_of,
 )
@@ -307,22 +307,7 @@ class Ranks:
         except CheckpointException as error:
             if error.__traceback__ is not None:
                 traceback.clear_frames(error.__traceback__)  # see `_lose`
-            # Every rank has the errors of all from DCP, its own as a copy.
-            rank, (cause, _) = min(error.failures.items(), key=lambda item: item[0])
-            if self.is_alone:
-                ours = cause if wrap is None else as_ours(cause, wrap)
-                raise ours from error if ours is cause else cause
-            told = {
-                number: tell(one, number, what, wrap, named=False).rebuilt()
-                for number, (one, _) in error.failures.items()
-            }
-            alike = {(type(one), str(one)) for one in told.values()}
-            is_of_all = len(told) == self.world_size and len(alike) == 1
-            own = error.failures.get(self.rank, (None, None))[0]
-            if own is not None and not isinstance(own, Exception):
-                mark_agreed(own)
-                raise own from error
-            raise_agreed(told[rank] if is_of_all else told[rank].of_rank(rank), error)
+            raise_of_dcp(error, self.rank, None if self.is_alone else self.world_size, what, wrap)
 
     # --- how ---
 

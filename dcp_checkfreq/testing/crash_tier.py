@@ -14,105 +14,23 @@ asks for. The rules are weaker than those of any journaling file system on purpo
 from __future__ import annotations
 
 import random
-import threading
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
 from functools import partial
-from typing import Literal, TypeAlias
+from typing import Literal
 
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
 from dcp_checkfreq.storage.tier import Entry, ReservationRevoked, ScratchReservation
+from dcp_checkfreq.testing.crash_disk import (
+    Disk,
+    File,
+    Folder,
+    Keep,
+    Owners,
+    PowerLoss,
+    fill,
+    settle,
+)
 from dcp_checkfreq.testing.memory_tier import MemoryReader, MemoryTier, check_name
-
-Keep: TypeAlias = Literal["none", "all"] | int
-
-
-class PowerLoss(BaseException):
-    """The power failed. Not an `Exception`: a dead machine runs no error handler."""
-
-    def __init__(self, doing: str) -> None:
-        super().__init__(doing)
-        self.doing = doing
-
-    def __str__(self) -> str:
-        return f"power loss at: {self.doing}"
-
-
-@dataclass(eq=False, slots=True)
-class _File:
-    seen: bytearray = field(default_factory=bytearray)
-    durable_bytes: int = 0  # content only grows, so the durable part is a prefix
-    modified_s: float = 0.0
-
-    def sync(self) -> None:
-        self.durable_bytes = len(self.seen)
-
-
-@dataclass(frozen=True, slots=True)
-class _Change:
-    """One atomic change of a folder's names: new owners by name, None for a removed name."""
-
-    owners: _Owners
-
-
-@dataclass(eq=False, slots=True)
-class _Folder:
-    seen: dict[str, _File | _Folder] = field(default_factory=dict)
-    durable: dict[str, _File | _Folder] = field(default_factory=dict)
-    pending: list[_Change] = field(default_factory=list)
-
-    def change(self, owners: _Owners) -> None:
-        _apply(self.seen, owners)
-        self.pending.append(_Change(owners))
-
-    def sync(self) -> None:
-        self.durable = dict(self.seen)
-        self.pending.clear()
-
-
-_Owners: TypeAlias = "dict[str, _File | _Folder | None]"
-
-
-def _apply(names: dict[str, _File | _Folder], owners: _Owners) -> None:
-    for name, owner in owners.items():
-        if owner is None:
-            names.pop(name, None)
-        else:
-            names[name] = owner
-
-
-class _Disk:
-    """What all tiers of one tree share. Folders and files are touched only under ``lock``."""
-
-    def __init__(
-        self, crash_at: int | None, crash_when: Literal["before", "after"], clock: Clock
-    ) -> None:
-        self.lock = threading.RLock()
-        self.root = _Folder()
-        self.crash_at, self.crash_when = crash_at, crash_when
-        self.clock = clock
-        self.log: list[str] = []
-        self.reached = False
-        self.dead: str | None = None  # what was under way when the power failed
-
-    def check_power(self) -> None:
-        if self.dead is not None:
-            raise PowerLoss(self.dead)
-
-    def step(self, doing: str, change: Callable[[], None]) -> None:
-        """Carry out one mutating step, or lose the power just before or after it."""
-        with self.lock:
-            self.check_power()
-            here = len(self.log) == self.crash_at
-            self.reached = self.reached or here
-            if here and self.crash_when == "before":
-                self.dead = f"step {len(self.log)}, before {doing}"
-                raise PowerLoss(self.dead)
-            change()
-            self.log.append(doing)
-            if here:
-                self.dead = f"step {self.crash_at}, after {doing}"
-                raise PowerLoss(self.dead)
 
 
 class CrashTier:
@@ -135,10 +53,10 @@ class CrashTier:
         crash_when: Literal["before", "after"] = "before",
         clock: Clock | None = None,
     ) -> None:
-        self._disk = _Disk(crash_at, crash_when, clock or SystemClock())
+        self._disk = Disk(crash_at, crash_when, clock or SystemClock())
         self._path: tuple[str, ...] = ()
         if start is not None:
-            _fill(self._disk.root, start, self._disk.clock.wall_s())
+            fill(self._disk.root, start, self._disk.clock.wall_s())
 
     @property
     def location(self) -> str:
@@ -184,10 +102,10 @@ class CrashTier:
                 where = "/" + "/".join(self._path[:depth])
                 assert parent is not None, "the loop made it"
                 owner = parent.seen.get(name)
-                if isinstance(owner, _File):
+                if isinstance(owner, File):
                     raise FileExistsError(f"{self.location}: {name!r} is a file")
                 if owner is None:
-                    self._disk.step(f"mkdir {where}", partial(parent.change, {name: _Folder()}))
+                    self._disk.step(f"mkdir {where}", partial(parent.change, {name: Folder()}))
                 self._disk.step(f"sync parent of {where}", parent.sync)
 
     def list(self) -> list[Entry]:
@@ -197,7 +115,7 @@ class CrashTier:
             folder = self._find(self._path)
             return [
                 Entry(name, is_folder=False, size_bytes=len(node.seen), modified_s=node.modified_s)
-                if isinstance(node, _File)
+                if isinstance(node, File)
                 else Entry(name, is_folder=True, size_bytes=0, modified_s=0.0)
                 for name, node in (folder.seen if folder else {}).items()
             ]
@@ -215,7 +133,7 @@ class CrashTier:
             node = folder.seen.get(name) if folder else None
             if node is None:
                 raise FileNotFoundError(f"{self.location}: no file {name!r}")
-            if isinstance(node, _Folder):
+            if isinstance(node, Folder):
                 raise IsADirectoryError(f"{self.location}: {name!r} is a folder")
             return bytes(node.seen)
 
@@ -299,7 +217,7 @@ class CrashTier:
             self._disk.check_power()
             folder = self._folder()
             file = folder.seen.get(scratch)
-            if not isinstance(file, _File):
+            if not isinstance(file, File):
                 raise ReservationRevoked(f"{self.location}: {scratch!r} was taken away")
         file.seen.clear()
         file.durable_bytes = 0
@@ -308,11 +226,11 @@ class CrashTier:
         with self._disk.lock:
             self._disk.check_power()
             held = folder.seen.get(name)
-            if held is not None and not (isinstance(held, _File) and bytes(held.seen) == over):
+            if held is not None and not (isinstance(held, File) and bytes(held.seen) == over):
                 raise FileExistsError(f"{self.location}: {name!r} is taken")
             if folder.seen.get(scratch) is not file:
                 raise ReservationRevoked(f"{self.location}: {scratch!r} was taken away")
-            owners: _Owners = {name: file} if held is None else {name: file, scratch: None}
+            owners: Owners = {name: file} if held is None else {name: file, scratch: None}
             verb = "link" if held is None else "rename to"
             self._disk.step(f"{verb} {self._shown(name)}", lambda: folder.change(owners))
         self._unlink(scratch)
@@ -346,22 +264,22 @@ class CrashTier:
                 self._disk.dead = "after the last step"
             whole = MemoryTier(clock=self._disk.clock)
             chance = random.Random(keep) if isinstance(keep, int) else None
-            settled: dict[_File, bytes] = {}
-            _settle(self._disk.root, whole, keep, chance, settled)
+            settled: dict[File, bytes] = {}
+            settle(self._disk.root, whole, keep, chance, settled)
         for name in self._path:
             whole = whole.child(name)
         return whole
 
-    def _find(self, path: tuple[str, ...]) -> _Folder | None:
-        node: _Folder = self._disk.root
+    def _find(self, path: tuple[str, ...]) -> Folder | None:
+        node: Folder = self._disk.root
         for name in path:
             below = node.seen.get(name)
-            if not isinstance(below, _Folder):
+            if not isinstance(below, Folder):
                 return None
             node = below
         return node
 
-    def _folder(self) -> _Folder:
+    def _folder(self) -> Folder:
         folder = self._find(self._path)
         if folder is None:
             raise FileNotFoundError(f"{self.location}: no such folder")
@@ -375,8 +293,8 @@ class CrashTier:
         if name in self._folder().seen:
             raise FileExistsError(f"{self.location}: {name!r} is taken")
 
-    def _new_file(self, name: str) -> _File:
-        file = _File(modified_s=self._disk.clock.wall_s())
+    def _new_file(self, name: str) -> File:
+        file = File(modified_s=self._disk.clock.wall_s())
         with self._disk.lock:
             self._disk.check_power()
             self._must_be_free(name)
@@ -384,16 +302,16 @@ class CrashTier:
             self._disk.step(f"new file {self._shown(name)}", lambda: folder.change({name: file}))
         return file
 
-    def _append(self, file: _File, name: str, content: bytes) -> None:
+    def _append(self, file: File, name: str, content: bytes) -> None:
         self._disk.step(
             f"write {len(content)} bytes to {self._shown(name)}",
             lambda: file.seen.extend(content),
         )
 
-    def _sync_file(self, file: _File, name: str) -> None:
+    def _sync_file(self, file: File, name: str) -> None:
         self._disk.step(f"sync content of {self._shown(name)}", file.sync)
 
-    def _write_scratch(self, scratch: str, data: bytes) -> _File:
+    def _write_scratch(self, scratch: str, data: bytes) -> File:
         file = self._new_file(scratch)
         self._append(file, scratch, bytes(data))
         self._sync_file(file, scratch)
@@ -403,53 +321,5 @@ class CrashTier:
         with self._disk.lock:
             self._disk.check_power()
             folder = self._find(self._path)
-            if folder is not None and isinstance(folder.seen.get(name), _File):
+            if folder is not None and isinstance(folder.seen.get(name), File):
                 self._disk.step(f"unlink {self._shown(name)}", lambda: folder.change({name: None}))
-
-
-def _fill(folder: _Folder, start: MemoryTier, now_s: float) -> None:
-    for entry in start.list():
-        node: _File | _Folder
-        if entry.is_folder:
-            node = _Folder()
-            _fill(node, start.child(entry.name), now_s)
-        else:
-            content = bytearray(start.read(entry.name))
-            node = _File(content, durable_bytes=len(content), modified_s=now_s)
-        folder.seen[entry.name] = folder.durable[entry.name] = node
-
-
-def _settle(
-    folder: _Folder,
-    tier: MemoryTier,
-    keep: Keep,
-    chance: random.Random | None,
-    settled: dict[_File, bytes],
-) -> None:
-    """Write into ``tier`` what is left of ``folder``. A file linked twice is settled once."""
-    names = dict(folder.durable)
-    for change in folder.pending:
-        if keep == "all" or (chance is not None and chance.random() < 0.5):
-            _apply(names, change.owners)
-    tier.make()
-    for name, node in names.items():
-        if isinstance(node, _Folder):
-            _settle(node, tier.child(name), keep, chance, settled)
-            continue
-        if node not in settled:
-            settled[node] = _content_left(node, keep, chance)
-        tier.poke(name, settled[node])
-
-
-def _content_left(file: _File, keep: Keep, chance: random.Random | None) -> bytes:
-    if keep == "all" or file.durable_bytes == len(file.seen):
-        return bytes(file.seen)
-    durable = bytes(file.seen[: file.durable_bytes])
-    if chance is None:
-        return durable
-    unsynced_bytes = len(file.seen) - file.durable_bytes
-    kept_bytes = chance.choice([0, unsynced_bytes, chance.randint(0, unsynced_bytes)])
-    kept = bytes(file.seen[file.durable_bytes : file.durable_bytes + kept_bytes])
-    # The length may reach the disk before the content does: then the rest reads as zeros.
-    zeros_bytes = chance.choice([0, unsynced_bytes - kept_bytes])
-    return durable + kept + bytes(zeros_bytes)

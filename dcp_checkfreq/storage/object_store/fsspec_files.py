@@ -1,8 +1,4 @@
-"""Objects of any fsspec file system, by full path: small ones whole, large ones as streams.
-
-One file system object per process and set of options, made on first use and never shared with the
-caller's code: no listing cache, and sockets and event loops never cross a fork.
-"""
+"""Objects of any fsspec file system, by full path: small ones whole, large ones as streams."""
 
 from __future__ import annotations
 
@@ -15,32 +11,22 @@ import threading
 import uuid
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
-from dcp_checkfreq.errors import BadLocation
 from dcp_checkfreq.storage.object_store.errors import (
     as_os_error,
-    is_expired,
-    is_passing,
     is_taken,
-    lacks_a_reason,
 )
+from dcp_checkfreq.storage.object_store.fsspec_calls import RETRY_FOR_S, FsspecCalls
 from dcp_checkfreq.storage.object_store.options import Options
 from dcp_checkfreq.storage.object_store.parts import checked, fill, gathered, part_bytes
 from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, Entry, check_size
 
 _log = logging.getLogger(__name__)
 
-T = TypeVar("T")
-
-RETRY_FOR_S = 180.0  # from the first try of a call; also what each part of an upload gets
 CLEANING_FOR_S = 20.0  # what is not removed now is removed at the next restore
-_FIRST_WAIT_S = 0.1
-_LONGEST_WAIT_S = 15.0
 
-_lock = threading.Lock()
 _creating = threading.Lock()  # for file systems whose exclusive create is a look and a write
-_after_fork: list[object] = []  # closing what a parent opened would touch the parent's sockets
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +45,7 @@ class Conditions:
     replace: bool  # only if the content is the one that is known
 
 
-class FsspecFiles:
+class FsspecFiles(FsspecCalls):
     """Whole and ranged reads, writes, listing. All paths are as the file system has them."""
 
     has_folders = True  # a folder can be there with nothing in it
@@ -67,117 +53,8 @@ class FsspecFiles:
     def __init__(
         self, protocol: str, options: Options, *, retry_for_s: float = RETRY_FOR_S
     ) -> None:
-        self.protocol = protocol
-        self.options = options
-        self.retry_for_s = retry_for_s
-        self._fs: Any = None
-        self._pid = 0
-        self.make_locks()
+        super().__init__(protocol, options, retry_for_s=retry_for_s)
         self._honours: dict[str, Conditions] = {}  # by bucket
-
-    def __repr__(self) -> str:
-        return f"{type(self).__name__}({self.protocol!r}, {self.options!r})"
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        return shared, (type(self), self.protocol, self.options, self.retry_for_s)
-
-    def make_locks(self) -> None:
-        """Make the locks of this object, also anew after a fork."""
-
-    # --- the file system object of this process ---
-
-    @property
-    def fs(self) -> Any:
-        """The file system; made anew in a forked child."""
-        with _lock:
-            if self._pid != os.getpid():
-                self._forget()
-            if self._fs is None:
-                self._fs = self._make()
-                self._pid = os.getpid()
-            return self._fs
-
-    def _forget(self) -> None:
-        if self._fs is not None and self._pid != os.getpid():
-            _after_fork.append(self._fs)
-        self._fs = None
-
-    def _make(self) -> Any:
-        import fsspec
-
-        try:
-            kind = fsspec.get_filesystem_class(self.protocol)
-        except (ImportError, ValueError) as error:
-            raise BadLocation(f"{self.protocol}://", str(error)) from error
-        return kind(**{**self.options.all(), **self._own_options()})
-
-    def _own_options(self) -> dict[str, Any]:
-        return {"use_listings_cache": False, "skip_instance_cache": True}
-
-    def renew(self) -> None:
-        """Ask for credentials again at the next call."""
-        with _lock:
-            self._fs = None
-
-    def path_of(self, url: str) -> str:
-        """Return what the file system itself calls a URL."""
-        return str(self.fs._strip_protocol(url))
-
-    def call(self, where: str, work: Callable[[Any], T], *, for_s: float | None = None) -> T:
-        """Run ``work(fs)`` until it works, for a bounded time; errors as `as_os_error` has them.
-
-        Throttling, 5xx and broken lines are tried again with growing, random waits. Expired
-        credentials are asked for anew, once. Everything else is raised at once.
-        """
-        import tenacity
-
-        renewed = False
-
-        def again(state: tenacity.RetryCallState) -> bool:
-            nonlocal renewed
-            error = state.outcome.exception() if state.outcome else None
-            if error is None:
-                return False
-            if is_expired(error) and not renewed:
-                renewed = True
-                self.renew()
-                return True
-            return is_passing(error)
-
-        def tell(state: tenacity.RetryCallState) -> None:
-            if state.attempt_number == 1 and state.outcome:
-                error = state.outcome.exception()
-                _log.warning("%s: %s; trying again", where, as_os_error(error, where))  # type: ignore[arg-type]
-
-        retrying = tenacity.Retrying(
-            retry=again,
-            wait=tenacity.wait_random_exponential(_FIRST_WAIT_S, max=_LONGEST_WAIT_S),
-            stop=tenacity.stop_after_delay(min(self.retry_for_s, for_s or self.retry_for_s)),
-            before_sleep=tell,
-            reraise=True,
-        )
-
-        def attempt() -> T:
-            fs = self.fs
-            try:
-                return work(fs)
-            except Exception as error:
-                if not lacks_a_reason(error):
-                    raise
-                unclear = error
-            raise self._reason(fs, where) or unclear
-
-        try:
-            return retrying(attempt)
-        except Exception as error:
-            told = as_os_error(error, where, lost_secrets=self.options.lost_secrets)
-            if told is error:
-                raise
-            raise told from error
-
-    def _reason(self, fs: Any, path: str) -> Exception | None:
-        """Return the error of a like request whose answer says why it is refused, if there is."""
-        return None
 
     # --- small things ---
 
@@ -461,25 +338,10 @@ def _modified_s(info: dict[str, Any]) -> float:
 
 
 def _after_fork_in_child() -> None:
-    """Replace locks that a thread of the parent, which is not here, may hold for ever."""
-    global _lock, _creating
-    _lock, _creating = threading.Lock(), threading.Lock()
-    for files in _shared.values():
-        files.make_locks()
+    """Replace a lock that a thread of the parent, which is not here, may hold for ever."""
+    global _creating
+    _creating = threading.Lock()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_after_fork_in_child)
-
-_shared: dict[tuple[str, str, float], FsspecFiles] = {}
-
-
-def shared(
-    kind: type[FsspecFiles], protocol: str, options: Options, retry_for_s: float
-) -> FsspecFiles:
-    """Return the files that all tiers with these options share in this process."""
-    key = (protocol, options.digest, retry_for_s)
-    with _lock:
-        if key not in _shared:
-            _shared[key] = kind(protocol, options, retry_for_s=retry_for_s)
-        return _shared[key]

@@ -13,12 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from dcp_checkfreq.format import names
-from dcp_checkfreq.storage.object_store.fsspec_files import (
-    RETRY_FOR_S,
-    FsspecFiles,
-    Head,
-    shared,
-)
+from dcp_checkfreq.storage.object_store.fsspec_calls import RETRY_FOR_S, shared
+from dcp_checkfreq.storage.object_store.fsspec_files import FsspecFiles, Head
 from dcp_checkfreq.storage.object_store.options import Options
 from dcp_checkfreq.storage.object_store.s3_files import S3Files
 from dcp_checkfreq.storage.tier import Entry, ReservationRevoked
