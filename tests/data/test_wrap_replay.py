@@ -58,6 +58,38 @@ def test_a_shuffle_that_nobody_can_set_is_noticed_at_its_first_batch():
         next(iter(second))
 
 
+class CountsItsEpochs(Sampler):
+    """Has no `set_epoch`, so its order depends on how often it was iterated in this process."""
+
+    def __init__(self):
+        self.epoch = 0
+
+    def __len__(self):
+        return 40
+
+    def __iter__(self):
+        self.epoch += 1
+        return iter(random.Random(self.epoch).sample(range(40), 40))
+
+
+@pytest.mark.parametrize("batches", [0, 3])
+def test_a_sampler_that_counts_its_epochs_is_noticed_within_an_epoch_but_not_between_two(batches):
+    def make():
+        return ResumableIterator(load(Ids(40), sampler=CountsItsEpochs()))
+
+    first = make()
+    of_epoch_0 = batches_of(first)
+    batches_of(first, batches) if batches else None
+    second = make()
+    second.load_state_dict(first.state_dict())
+    if batches:
+        with pytest.raises(DataStateError, match="another way: batch 1 of 3"):
+            next(iter(second))
+        return
+    assert batches_of(second) == of_epoch_0  # each item once, in the order of a new process
+    assert second.epoch == 2
+
+
 def test_a_loop_that_is_left_and_begun_again_is_compared_too():
     class Moving(IterableDataset):
         at = 0
