@@ -9,7 +9,7 @@ import time
 
 import fsspec
 
-from dcp_checkfreq.data.cache.byte_count import locked_books
+from dcp_checkfreq.data.cache.byte_count import locked_byte_count
 from dcp_checkfreq.data.cache.eviction import charge_bytes
 from dcp_checkfreq.data.cache.file_cache import _boot
 from dcp_checkfreq.runtime.clock import SystemClock
@@ -84,9 +84,9 @@ def whole_in(root):
 
 
 def look(root):
-    """Return (charged bytes on disk, what the books say or None if they ask to be counted)."""
+    """Return (charged bytes on disk, what the byte count says, or None if it asks for a count)."""
     root = pathlib.Path(root)
-    with locked_books(str(root / "books"), _boot(), SystemClock(), 30.0) as byte_count:
+    with locked_byte_count(str(root / "books"), _boot(), SystemClock(), 30.0) as byte_count:
         files = [*(root / "partial").iterdir(), *whole_in(root)]
         on_disk = sum(charge_bytes(file.stat().st_size) for file in files)
         return (

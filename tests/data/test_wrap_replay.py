@@ -366,7 +366,9 @@ def test_an_epoch_that_an_earlier_version_began_goes_on_as_it_did(name):
 )
 def test_a_later_epoch_of_an_earlier_version_cannot_be_had_again(make):
     iterator = ResumableIterator(make(), seed=3)
-    with pytest.raises(DataStateError, match=r"earlier version, which let .* go on .*epoch 1"):
+    with pytest.raises(
+        DataStateError, match=r"earlier version, which let .* continue from .*epoch 1"
+    ):
         iterator.load_state_dict({"state": OLD})
     iterator.load_state_dict({"state": OLD}, on_mismatch="restart_epoch")
     assert (iterator.epoch, iterator.batches) == (1, 0)

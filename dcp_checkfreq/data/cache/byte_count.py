@@ -47,7 +47,7 @@ class ByteCount:
 
 
 @contextmanager
-def locked_books(path: str, boot: str, clock: Clock, wait_s: float) -> Iterator[ByteCount]:
+def locked_byte_count(path: str, boot: str, clock: Clock, wait_s: float) -> Iterator[ByteCount]:
     """Give the record, locked. An error inside leaves it begun: the next one counts.
 
     Raises:

@@ -63,7 +63,7 @@ class FileCache:
             for longest.
         low: ``"lru"`` makes room down to this part of ``max_bytes``, so that not every miss evicts.
         version: of the sources' content; copies of other versions are not served.
-        storage_options: for fsspec. Not part of what tells copies apart: use another root or
+        storage_options: for fsspec. They do not tell copies apart: use another root or
             version for another endpoint.
         clock: for tests.
 
@@ -136,7 +136,7 @@ class FileCache:
         """Return ``load(path)`` of a path as from `pin`.
 
         If it raises OSError on a cached copy, it is called once more with the source: the cache's
-        disk may have failed, or somebody may have removed the folder.
+        disk may have failed, or the folder may have been removed.
 
         Raises:
             OSError: the source cannot be read.
@@ -236,7 +236,7 @@ class FileCache:
             got = self._fill(here, source, name) if copy is None else self._hit(here, copy)
         except OSError as error:  # of the cache: those of the source are no OSError here
             if isinstance(error, FileNotFoundError):
-                here.prepared = False  # somebody removed the folder: make it anew
+                here.prepared = False  # the folder was removed: make it again
             here.tally.fallback(kind_of(error), error)
             return None
         if isinstance(got, Fallback):

@@ -4,8 +4,8 @@
     partial/<name>    being copied; its writer holds it exclusively
     whole/ab/<name>   served; a reader holds it shared
 
-All holds are flocks, so a killed process holds nothing. A partial that nobody holds is dead.
-Sizes are set, files renamed and removed under the lock of the books only; copying is not.
+All holds are flocks, so a killed process holds nothing. A partial that no process holds is dead.
+Sizes are set, files renamed and removed only under the lock of the byte count; copying needs none.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from dcp_checkfreq.data.cache.byte_count import ByteCount, locked_books, peek
+from dcp_checkfreq.data.cache.byte_count import ByteCount, locked_byte_count, peek
 from dcp_checkfreq.data.cache.eviction import (
     CachedFile,
     bytes_to_free,
@@ -26,16 +26,16 @@ from dcp_checkfreq.data.cache.eviction import (
 from dcp_checkfreq.runtime.clock import Clock
 from dcp_checkfreq.runtime.flock import HeldFile, pauses
 
-_BOOKS_WAIT_S = 10.0  # held for microseconds, or for a count of all files after a crash
+_BYTE_COUNT_WAIT_S = 10.0  # held for microseconds, or for a count of all files after a crash
 _FILL_WAIT_S = 120.0  # for another process that is copying the same file
-_BATCH = 64  # so many files are removed before others get at the books again
+_BATCH = 64  # so many files are removed before others get the lock of the byte count again
 _ROUNDS = 8  # so often a plan is made before the source is read instead
 
 
 class CacheFolder:
     """One process's view of the folder. Thread-safe; not for use in a forked child.
 
-    Every method but `hold` may raise OSError, after which the shelf is as good as before.
+    Every method but `hold` may raise OSError, after which the folder is as good as before.
 
     Args:
         root: the folder, on a file system where `flock_works`.
@@ -49,7 +49,7 @@ class CacheFolder:
     def __init__(
         self, root: str, max_bytes: int, *, evicts: bool, low: float, clock: Clock, boot: str
     ) -> None:
-        self._books_path = os.path.join(root, "books")
+        self._byte_count_path = os.path.join(root, "books")
         self._partial = os.path.join(root, "partial")
         self._whole = os.path.join(root, "whole")
         self._max_bytes = max_bytes
@@ -57,7 +57,7 @@ class CacheFolder:
         self._low = low
         self._clock = clock
         self._boot = boot
-        self._victims: deque[CachedFile] = deque()  # touched only under the lock of the books
+        self._victims: deque[CachedFile] = deque()  # touched only under the lock of the byte count
 
     def prepare(self) -> None:
         """Make the folders, remove what dead processes left, and come down to ``max_bytes``."""
@@ -150,7 +150,7 @@ class CacheFolder:
         """Turn a filled partial into a whole file, and return it held shared.
 
         Raises:
-            TimeoutError: the books or the file are held by others for too long.
+            TimeoutError: others hold the byte count or the file for too long.
         """
         path = self._whole_path(name)
         with self._byte_count() as byte_count:
@@ -162,8 +162,8 @@ class CacheFolder:
                 os.makedirs(os.path.dirname(path), exist_ok=True)
                 os.rename(partial.path, path)
                 partial.path = path
-            # Nobody evicts without the books, but one that waited for the partial may hold it.
-            partial.lock_within(_BOOKS_WAIT_S, self._clock, shared=True)
+            # Evicting needs the byte count, but a process that waited for the partial may hold it.
+            partial.lock_within(_BYTE_COUNT_WAIT_S, self._clock, shared=True)
         if partial.is_at(path):
             return partial
         partial.close()
@@ -190,13 +190,15 @@ class CacheFolder:
         with os.scandir(self._partial) as partials:
             if any(partial.stat().st_size for partial in partials):
                 return False  # one may be dead, and give room when it is removed
-        used_bytes = peek(self._books_path, self._boot)
+        used_bytes = peek(self._byte_count_path, self._boot)
         return used_bytes is not None and not self._fits(used_bytes, charge_bytes(size_bytes))
 
     @contextmanager
     def _byte_count(self) -> Iterator[ByteCount]:
-        """Lock the books, put right first if need be."""
-        with locked_books(self._books_path, self._boot, self._clock, _BOOKS_WAIT_S) as byte_count:
+        """Lock the byte count, corrected first if need be."""
+        with locked_byte_count(
+            self._byte_count_path, self._boot, self._clock, _BYTE_COUNT_WAIT_S
+        ) as byte_count:
             if byte_count.must_clear or byte_count.must_count:
                 byte_count.begin()
                 if byte_count.must_clear:
@@ -300,7 +302,7 @@ class CacheFolder:
         byte_count.used_bytes += charge_bytes(size_bytes) - charge_bytes(old_bytes)
 
     def _count(self) -> int:
-        """Return the charged bytes of all files; the books must be locked."""
+        """Return the charged bytes of all files; the byte count must be locked."""
         with os.scandir(self._partial) as partials:
             partial_bytes = sum(charge_bytes(partial.stat().st_size) for partial in partials)
         return partial_bytes + sum(charge_bytes(entry.size_bytes) for entry in self._entries())

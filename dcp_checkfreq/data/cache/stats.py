@@ -18,7 +18,7 @@ class Fallback(str, Enum):
 
     FULL = "full"  # no room: `keep` never evicts, `lru` not what is in use
     TOO_LARGE = "too large"  # larger than the whole cache
-    UNKNOWN_SIZE = "unknown size"  # the source does not tell its size
+    UNKNOWN_SIZE = "unknown size"  # the source does not say its size
     NO_FLOCK = "no flock"  # locks do nothing there
     DISK_FULL = "disk full"
     PERMISSION = "permission"

@@ -66,7 +66,7 @@ def dali_of(state: object, present: DALIState, what: str) -> bytes | None:
         raise DataStateError(
             what,
             f"{'; '.join(changes)}, and DALI's checkpoint fits nothing else. With dali_rng=False "
-            "the order goes on, and DALI's random operators begin anew",
+            "the order continues, and DALI's random operators begin anew",
         )
     return _decoded(saved, what)
 

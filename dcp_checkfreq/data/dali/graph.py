@@ -1,7 +1,7 @@
 """The sources of a DALI graph: readers, external sources, random operators. All are accounted for.
 
 DALI has no public list of a pipeline's operators. Where a version has none that can be read here,
-only what `Pipeline.reader_meta` tells is checked.
+only what `Pipeline.reader_meta` returns is checked.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Operator:
 
 
 def operators_of(pipeline: Any) -> list[Operator]:
-    """Return the operators of a pipeline that was built; none if this DALI does not tell."""
+    """Return the operators of a pipeline that was built; none if this version of DALI does not list them."""
     found = []
     for instance in getattr(pipeline, "_ops", None) or ():
         operator = getattr(instance, "_op", None)
@@ -132,8 +132,8 @@ def check_readers(
             f"independent=[{name!r}]" if operator.is_numbered else ""
         )  # fmt: skip
         raise ValueError(
-            f"{what}: {operator} beside the reader is not part of DALI's checkpoint, so it would "
-            "begin anew after a resume while the reader goes on. Read what it gives with a reader, "
+            f"{what}: {operator} next to the reader is not part of DALI's checkpoint, so it would "
+            "begin anew after a resume while the reader continues. Read what it gives with a reader, "
             f"or use ResumableDALILoader, whose labels and random numbers are in step{way_out}"
         )
 
@@ -165,14 +165,14 @@ def _check_orders(
 
 
 def check_fed(pipeline: Any, source: Any, *, what: str) -> None:
-    """Raise ValueError if a pipeline has an external source beside ``source``."""
+    """Raise ValueError if a pipeline has an external source besides ``source``."""
     external = [operator for operator in operators_of(pipeline) if operator.is_external]
     if not any(operator.callback is source for operator in external):
-        return  # wrapped in a function, or this DALI does not tell
+        return  # wrapped in a function, or this version of DALI does not list them
     for operator in external:
         if operator.callback is not source:
             raise ValueError(
-                f"{what}: {operator} beside source.inputs() has an order of its own, and would "
+                f"{what}: {operator} next to source.inputs() has an order of its own, and would "
                 "begin anew after a resume. Make what it gives from the path, the label (an index "
                 "into anything) or the random numbers of the sample"
             )

@@ -1,4 +1,4 @@
-"""`ResumableDALILoader`: real DALI pipelines, fed in our order, that go on where they stopped."""
+"""`ResumableDALILoader`: real DALI pipelines that are fed in our order and resume where they stopped."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _WHAT = "ResumableDALILoader"
-_MAX_TOLD = 5
+_MAX_LISTED = 5
 
 
 class ResumableDALILoader(HasPosition):
     """Loads batches through a DALI pipeline, and knows exactly which samples were trained.
 
-    The promises are those of `ResumableLoader`: every item once per epoch, also if the job goes on
+    The promises are those of `ResumableLoader`: every item once per epoch, also if the job resumes
     with another number of ranks, batch size, prefetch depth or number of threads. What the pipeline
     makes of a sample out of its path and its random numbers is the same, bit for bit, where the
     operators are deterministic: those that run on a CPU are. On GPUs only the order is promised.
@@ -65,7 +65,7 @@ class ResumableDALILoader(HasPosition):
             divides it.
         seed: of the order and of the samples' random numbers, in ``[0, 2**64)``.
         rank: data-parallel rank; default: of the default process group.
-        world_size: data-parallel ranks; tell both or neither.
+        world_size: data-parallel ranks; pass both or neither.
         last: what becomes of the last samples of an epoch; see `Deal`. With the default "partial"
             the last batch may have ``batch_size + 1`` samples.
         dali_rng: save DALI's own checkpoint with the position, for pipelines that draw from DALI's
@@ -138,7 +138,7 @@ class ResumableDALILoader(HasPosition):
                 _log.warning(
                     "%s: %s would begin anew after a resume: make random numbers from those of "
                     "source.inputs(), or pass dali_rng=True",
-                    *(_WHAT, ", ".join(feed.random[:_MAX_TOLD])),
+                    *(_WHAT, ", ".join(feed.random[:_MAX_LISTED])),
                 )
         return HandOut(self._cursor, self._take, self._drop_feed)
 
@@ -177,7 +177,7 @@ class ResumableDALILoader(HasPosition):
     def load_state_dict(
         self, state: Mapping[str, Any], *, on_mismatch: OnMismatch | None = None
     ) -> None:
-        """Go on from a saved position; iterators made before become stale.
+        """Resume from a saved position; iterators made before become stale.
 
         Args:
             state: of `state_dict`, from any number of ranks and any batch size. With ``dali_rng``
@@ -234,7 +234,7 @@ class _Feed:
         """Return the next batch, which must be of so many samples."""
         try:
             batch: dict[str, Any] = next(self._batches)[0]
-        except StopIteration as error:  # would end the epoch without a word
+        except StopIteration as error:  # would end the epoch silently
             raise RuntimeError(f"{_WHAT}: the pipeline has ended") from error
         for name, value in batch.items():
             if len(value) != samples:

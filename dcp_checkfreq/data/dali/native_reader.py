@@ -59,12 +59,12 @@ def check_native_reader(
 
 
 class ResumableDALIReader:
-    """Goes on with a pipeline that reads by itself (``fn.readers``), where all is as it was.
+    """Resumes a pipeline that reads by itself (``fn.readers``), if nothing has changed.
 
     For pipelines that are there already. Each item comes once per epoch, and the batches after a
     resume are those that would have come, if nothing was changed: number of ranks, batch size,
     graph and its arguments, number of files, version of DALI. Anything else is refused, because
-    DALI would go on with items lost and repeated and not say so. `ResumableDALILoader` has no such
+    DALI would lose and repeat items and not say so. `ResumableDALILoader` has no such
     limits.
 
     The state belongs to a rank: register ``PerRank(reader)``.
@@ -75,11 +75,11 @@ class ResumableDALIReader:
         output_map: a name for each output of the pipeline.
         reader_name: ``name=`` of the reader in the pipeline.
         rank: data-parallel rank; default: of the default process group.
-        world_size: data-parallel ranks; tell both or neither.
+        world_size: data-parallel ranks; pass both or neither.
         dataset_id: what the data is, in your words; a state is not loaded into other data.
         independent: names of readers of other data (not labelled, say), whose length and order may
             differ, and of external sources that are functions of the number that DALI gives them.
-            Only the items of ``reader_name`` come once per epoch; the others go on exactly.
+            Only the items of ``reader_name`` come once per epoch; the others continue exactly.
 
     Raises:
         ImportError: DALI is not installed.
@@ -193,7 +193,7 @@ class ResumableDALIReader:
         return DALIState(version, place.rank, place.world_size, self._batch_size, checkpoint)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on from a saved position; iterators made before become stale.
+        """Resume from a saved position; iterators made before become stale.
 
         Raises:
             DataStateError: it is no state, or anything is not as it was. The reader is as it was.

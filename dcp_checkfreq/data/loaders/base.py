@@ -65,7 +65,8 @@ class TorchLoader(HasPosition):
     def __iter__(self) -> Iterator[Any]:
         """Return an iterator over the rest of the epoch; those made before become stale."""
         self._cursor.check_place()
-        self._cursor.turns.begin()  # workers that go on begin anew, even if something below fails
+        # What follows resets the workers, so older iterators must be stale even if it fails.
+        self._cursor.turns.begin()
         at, rank = self._cursor.position, self._cursor.place.rank
         key = derive(WORKER_STREAM, self._cursor.seed, at.epoch, at.samples, rank)
         self._generator.manual_seed(key >> 1)

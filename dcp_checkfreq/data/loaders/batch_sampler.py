@@ -1,4 +1,4 @@
-"""`ResumableBatchSampler`: the order and the position, for loaders of one's own."""
+"""`ResumableBatchSampler`: the order and the position, for a loader of your own."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class ResumableBatchSampler(HasPosition):
         seed: of the order.
         shuffle: False keeps the order of the data set.
         rank: data-parallel rank; default: of the default process group.
-        world_size: data-parallel ranks; tell both or neither.
+        world_size: data-parallel ranks; pass both or neither.
         last: what becomes of the last samples of an epoch; see `Deal`.
         dataset_id: what the data is, in your words; a state is not loaded into other data.
         on_mismatch: what `load_state_dict` does by default if the data is another.
@@ -92,7 +92,7 @@ class ResumableBatchSampler(HasPosition):
     def advance(self) -> None:
         """Say that the next batch is trained, on all ranks."""
         for step, share in self._cursor.plan():
-            self._cursor.handed_out(step, share)
+            self._cursor.count(step, share)
             return
         raise RuntimeError(f"there is no batch left in epoch {self.epoch}")
 

@@ -1,4 +1,4 @@
-"""`ResumableLoader`: a `DataLoader` over a map-style data set that goes on where it stopped."""
+"""`ResumableLoader`: a `DataLoader` over a map-style data set that resumes where it stopped."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _NOT_OURS = {
 class ResumableLoader(TorchLoader):
     """Loads batches like `DataLoader`, and knows exactly which samples were trained.
 
-    Every item comes exactly once per epoch, also if the job is cut at any batch and goes on with
+    Every item comes exactly once per epoch, also if the job is cut at any batch and resumes with
     another number of ranks or workers or another batch size. The order and each sample's random
     numbers depend on (seed, epoch, index) only. Register it with `Checkpointer`, or save
     `state_dict()`: it is the position after the last batch that was handed out, whatever was
@@ -52,7 +52,7 @@ class ResumableLoader(TorchLoader):
         last: what becomes of the last samples of an epoch; see `Deal`. The last batch may have
             ``batch_size + 1`` samples with the default "partial".
         rank: data-parallel rank; default: of the default process group.
-        world_size: data-parallel ranks; tell both or neither.
+        world_size: data-parallel ranks; pass both or neither.
         num_workers: processes; they stay alive between epochs.
         augment_rng: what is seeded before each sample (and before collate), without touching the
             training's own random state: "global" `random`, NumPy's and torch's global generators,

@@ -26,8 +26,8 @@ from dcp_checkfreq.data.sources.parquet_source import ParquetSource, RowGroup
 class ResumableParquetLoader(ReadingLoader):
     """Batches of rows; knows exactly which were trained.
 
-    Every row comes exactly once per epoch, also if the job is cut at any batch and goes on with
-    another number of ranks or workers or another batch size. To go on, a rank reads the row groups
+    Every row comes exactly once per epoch, also if the job is cut at any batch and resumes with
+    another number of ranks or workers or another batch size. To resume, a rank reads the row groups
     that its lanes are in, and nothing before them. Register it with `Checkpointer`, or save
     `state_dict()` after the optimizer's step and before the next batch is taken.
 
@@ -47,7 +47,7 @@ class ResumableParquetLoader(ReadingLoader):
         shuffle: False keeps the order of the rows; then every rank reads all row groups.
         last: what becomes of the last rows of an epoch; see `Deal`.
         rank: data-parallel rank; default: of the default process group.
-        world_size: data-parallel ranks; tell both or neither.
+        world_size: data-parallel ranks; pass both or neither.
         transform: makes a sample of one row (dict of column to Python value). Its random numbers
             are a function of (seed, epoch, row).
         collate_fn: makes a batch of the samples; default: `default_collate`. Without

@@ -34,8 +34,8 @@ class OpenShard:
 class ResumableStreamLoader(ReadingLoader):
     """Batches of samples from shard files; knows exactly which were trained.
 
-    Every sample comes exactly once per epoch, also if the job is cut at any batch and goes on with
-    another number of ranks or workers or another batch size. To go on, nothing is replayed: shards
+    Every sample comes exactly once per epoch, also if the job is cut at any batch and resumes with
+    another number of ranks or workers or another batch size. To resume, nothing is replayed: shards
     that are done are not opened, and in those that are open the reader goes to its place. Register
     it with `Checkpointer`, or save `state_dict()` after the optimizer's step and before the next
     batch is taken.
@@ -54,7 +54,7 @@ class ResumableStreamLoader(ReadingLoader):
         shuffle: False keeps the order of shards and samples; then every rank reads all shards.
         last: what becomes of the last samples of an epoch; see `Deal`.
         rank: data-parallel rank; default: of the default process group.
-        world_size: data-parallel ranks; tell both or neither.
+        world_size: data-parallel ranks; pass both or neither.
         transform: of what the reader makes of a sample. Its random numbers are a function of
             (seed, epoch, number of the sample).
         collate_fn: samples to batch; default: `default_collate`.

@@ -56,7 +56,7 @@ class Cursor:
         self.valid = 0
 
     def check_place(self) -> None:
-        """Raise RuntimeError if the ranks were only made known after the loader; see `DataRank`."""
+        """Raise RuntimeError if the process group came up after the loader; see `DataRank`."""
         self.place.check(self._what)
 
     def plan(self, at: Position | None = None) -> Iterator[tuple[Step, Share]]:
@@ -67,8 +67,8 @@ class Cursor:
         """
         return _plan(self.deal, self.place.rank, self.position if at is None else at)
 
-    def handed_out(self, step: Step, share: Share) -> None:
-        """Count a batch: call it as the training loop gets it, not when it is fetched."""
+    def count(self, step: Step, share: Share) -> None:
+        """Count a batch as handed out: when the training loop gets it, not when it is fetched."""
         self.position = step.after
         self.valid = share.valid
 
@@ -170,19 +170,19 @@ class HandOut:
 
     Args:
         cursor: moved as batches are handed out. Iterators made before become stale.
-        take: gets the next batch; it is of this share.
-        failed: called if that raises.
+        take: returns the next batch, that of the given share.
+        on_failure: called if that raises.
     """
 
     def __init__(
-        self, cursor: Cursor, take: Callable[[Share], Any], failed: Callable[[], None]
+        self, cursor: Cursor, take: Callable[[Share], Any], on_failure: Callable[[], None]
     ) -> None:
         self._cursor = cursor
         self._turn = cursor.turns.begin()
         self._plan = cursor.plan()
         self._epoch = cursor.position.epoch
         self._take = take
-        self._failed = failed
+        self._on_failure = on_failure
         self._is_done = False
 
     def __iter__(self) -> HandOut:
@@ -205,11 +205,11 @@ class HandOut:
             # The batches that follow would no longer be those that are counted.
             self._cursor.turns.begin()
             self._take = _nothing
-            self._failed()
+            self._on_failure()
             if isinstance(error, StopIteration):  # would end the epoch silently
                 raise RuntimeError("the data set or a transform raised StopIteration") from error
             raise
-        self._cursor.handed_out(step, share)
+        self._cursor.count(step, share)
         return batch
 
 

@@ -2,7 +2,7 @@
 
 The pieces of an epoch, in a shuffled order, make one long row of items. It is cut into equally
 long lanes, and position p of the epoch is the next item of lane ``p mod lanes``. So an epoch goes
-through all lanes side by side, a few pieces are open at a time, and still two whole numbers tell
+through all lanes side by side, a few pieces are open at a time, and still two whole numbers say
 what is consumed. A rank of W that divides the number of lanes meets ``lanes / W`` of them.
 """
 

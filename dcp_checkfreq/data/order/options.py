@@ -1,4 +1,4 @@
-"""What all loaders in our order are told, in one value that is checked when it is made."""
+"""The options that all loaders in our order share: one value, checked when it is made."""
 
 from __future__ import annotations
 

@@ -68,7 +68,7 @@ class Deal:
 
             - "partial": the last batch is smaller. Fewer samples than ranks join the batch before,
               so that a rank gets up to one more than ``batch_size``, and none gets nothing. Only if
-              a job goes on with more ranks than samples are left, some ranks get a repeated sample
+              a job resumes with more ranks than samples are left, some ranks get a repeated sample
               that does not count (``valid`` is 0).
             - "carry": they open the first batch of the next epoch; every batch is whole.
             - "drop": they are left out.
@@ -178,7 +178,7 @@ def batch_per_rank(batch_size: int | None, global_batch: int | None, world_size:
     """
     if (batch_size is None) == (global_batch is None):
         raise ValueError(
-            f"tell batch_size (per rank) or global_batch (of all ranks), one of the two: got "
+            f"pass batch_size (per rank) or global_batch (of all ranks), one of the two: got "
             f"batch_size={batch_size!r}, global_batch={global_batch!r}"
         )
     if global_batch is None:

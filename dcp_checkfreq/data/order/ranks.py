@@ -18,7 +18,7 @@ class DataRank:
     def check(self, what: str) -> None:
         """Raise RuntimeError if a process group has come up since, and this rank is not alone.
 
-        Every rank would train on all of the data, and nothing else would tell.
+        Every rank would train on all of the data, and nothing else would notice.
         """
         if not self.assumed:
             return
@@ -35,7 +35,7 @@ def resolve(rank: int | None, world_size: int | None) -> DataRank:
     """Return the place that is given, or that of this process in the default group.
 
     With tensor, pipeline or context parallelism the default group is not the data-parallel one:
-    tell the rank and size of that dimension of the mesh.
+    pass the rank and size of that dimension of the mesh.
 
     Raises:
         ValueError: only one of the two is given.
@@ -43,7 +43,7 @@ def resolve(rank: int | None, world_size: int | None) -> DataRank:
     if rank is not None and world_size is not None:
         return DataRank(rank, world_size)
     if rank is not None or world_size is not None:
-        raise ValueError(f"tell both or neither: rank={rank}, world_size={world_size}")
+        raise ValueError(f"pass both or neither: rank={rank}, world_size={world_size}")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         return DataRank(torch.distributed.get_rank(), torch.distributed.get_world_size())
     return DataRank(0, 1, assumed=True)

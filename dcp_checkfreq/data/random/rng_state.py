@@ -47,7 +47,7 @@ class RNGState(PerRank):
 
     Holds `random`, NumPy's legacy generator, torch's CPU generator, that of the current CUDA
     device, and those in ``generators``. The saved values load with ``torch.load(...,
-    weights_only=True)``. A rank that the checkpoint does not know (the job goes on with more) gets
+    weights_only=True)``. A rank that the checkpoint does not know (the job resumes with more) gets
     new numbers, from (seed, rank, step), with a warning.
 
     Args:
@@ -66,13 +66,13 @@ class RNGState(PerRank):
     ) -> None:
         self._seed = seed
         self._generators = dict(generators or {})
-        self._told_rank = rank
+        self._given_rank = rank
         for name, generator in self._generators.items():
             _kind(generator, name)
 
     @property
     def _rank(self) -> int:
-        return resolve(None, None).rank if self._told_rank is None else self._told_rank
+        return resolve(None, None).rank if self._given_rank is None else self._given_rank
 
     @property
     def value(self) -> dict[str, Any]:

@@ -6,14 +6,14 @@ from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 
-_MAX_TOLD = 5
+_MAX_LISTED = 5
 
 
 def check_schemas(files: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | None) -> None:
     """Raise ValueError if the rows of the files are not of one kind.
 
     The first file says what there is. What another one lacks would be nulls, what it has more would
-    be left out, and what it has in another type might not fit: without a word, or in the middle of
+    be left out, and what it has in another type might not fit: silently, or in the middle of
     an epoch.
 
     Args:
@@ -27,9 +27,9 @@ def check_schemas(files: Iterable[tuple[str, pa.Schema]], columns: Sequence[str]
             continue
         wrong = _differences(first[1], schema, columns)
         if wrong:
-            more = f" and {len(wrong) - _MAX_TOLD} more" if len(wrong) > _MAX_TOLD else ""
+            more = f" and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
             raise ValueError(
-                f"{path} has other columns than {first[0]}: {'; '.join(wrong[:_MAX_TOLD])}{more}. "
+                f"{path} has other columns than {first[0]}: {'; '.join(wrong[:_MAX_LISTED])}{more}. "
                 "Write the files alike, or pass columns= that all have"
             )
 

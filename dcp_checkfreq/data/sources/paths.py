@@ -26,7 +26,7 @@ def located(
 
     Raises:
         ValueError: there is no path, one is named twice, they are in several file systems, or
-            there are options that nobody takes.
+            there are options without a URL to use them.
     """
     is_one = isinstance(paths, (str, os.PathLike))
     found = [os.fspath(path) for path in ([paths] if is_one else paths)]

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import IO, Any, Protocol
 
-# So many samples lie between two marks. Going on in a shard passes over that many at most.
+# So many samples lie between two marks. To resume in a shard passes over that many at most.
 MARK_EVERY = 256
 
 

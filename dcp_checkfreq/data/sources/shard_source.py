@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 # What a shard that is wrong makes its reader raise. Errors of storage are raised unchanged.
 _WRONG = (ValueError, EOFError, tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
-_MAX_TOLD = 5
+_MAX_LISTED = 5
 _SCAN_THREADS = 8  # mostly waiting for storage
 _DEFAULT_WINDOW = 64
 _READ_AHEAD_BYTES = 4 << 20  # per open shard of a remote file system; s3fs would take 50 MiB
@@ -102,7 +102,7 @@ class ShardSource:
                 raise FileNotFoundError(f"no shard matches {pattern}")
         self._names = relative_names(found)
         if samples is not None:
-            layouts = _told(samples, found)
+            layouts = _layouts_of(samples, found)
         elif index is not None:
             layouts = self._indexed(found, os.fspath(index), storage_options or {})
         else:
@@ -116,8 +116,8 @@ class ShardSource:
         if empty:
             _log.warning(
                 "%d of %d shards are empty: %s%s",
-                *(len(empty), len(found), ", ".join(empty[:_MAX_TOLD])),
-                " ..." if len(empty) > _MAX_TOLD else "",
+                *(len(empty), len(found), ", ".join(empty[:_MAX_LISTED])),
+                " ..." if len(empty) > _MAX_LISTED else "",
             )
         self.sizes = [shard.layout.samples for shard in self.shards]
         digest = hashlib.sha256()
@@ -134,10 +134,12 @@ class ShardSource:
             layouts = list(pool.map(self._scan, paths))
         odd = [(path, note) for path, layout in zip(paths, layouts, strict=True)
                for note in layout.notes]  # fmt: skip
-        for path, note in odd[:_MAX_TOLD]:
+        for path, note in odd[:_MAX_LISTED]:
             _log.warning("shard %s: %s", path, note)
-        if len(odd) > _MAX_TOLD:
-            _log.warning("there is something of that kind in %d shards more", len(odd) - _MAX_TOLD)
+        if len(odd) > _MAX_LISTED:
+            _log.warning(
+                "there is something of that kind in %d shards more", len(odd) - _MAX_LISTED
+            )
         return layouts
 
     def _scan(self, path: str) -> Layout:
@@ -172,7 +174,7 @@ class ShardSource:
         return file
 
 
-def _told(samples: Sequence[int], paths: Sequence[str]) -> list[Layout]:
+def _layouts_of(samples: Sequence[int], paths: Sequence[str]) -> list[Layout]:
     if len(samples) != len(paths):
         raise ValueError(f"there are {len(paths)} shards, and {len(samples)} numbers of samples")
     for count in samples:

@@ -1,4 +1,4 @@
-"""`ResumableIterator`: any loader that can be iterated anew for each epoch, made to go on."""
+"""`ResumableIterator`: makes any loader resume that can be iterated again for each epoch."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _WHAT = "ResumableIterator"
 
 
 class ResumableIterator:
-    """Makes any re-iterable loader go on in the epoch in which it stopped.
+    """Makes any re-iterable loader resume in the epoch in which it stopped.
 
     For what has no index to begin at: `IterableDataset`s, chains of generators, other libraries'
     loaders. Map-style data is better off with `ResumableLoader`, which needs no replay and may
@@ -46,7 +46,7 @@ class ResumableIterator:
     end with the epoch.
 
     What makes the batches (batch size, sampler, length, ...) is saved along, and digests of the
-    batches that were handed out: a loader that would not go on with what is left is a
+    batches that were handed out: a loader that would not continue with what is left is a
     `DataStateError`, when the state is loaded or at the first batch.
 
     Args:
@@ -54,16 +54,16 @@ class ResumableIterator:
         mode: what happens in the middle of an epoch:
 
             - "replay": the batches that were trained are fetched again and thrown away.
-            - "epoch": the epoch starts anew, which trains its first batches twice; told in a
-              warning. Nothing is lost or repeated if saves are made between epochs.
+            - "epoch": the epoch starts anew, which trains its first batches twice; a warning
+              says so. Nothing is lost or repeated if saves are made between epochs.
             - "own": the loader, or its data set if it has no workers, keeps a position of its own
               (``state_dict``, ``load_state_dict``), which is carried along. It belongs to a rank:
-              go on with as many ranks. The random states around the batches are then new ones
+              resume with as many ranks. The random states around the batches are then new ones
               after a restart.
         seed: of the random states around the batches. All ranks get the same; add the rank if
             they should not.
         rank: data-parallel rank; default: of the default process group.
-        world_size: data-parallel ranks; tell both or neither.
+        world_size: data-parallel ranks; pass both or neither.
         dataset_id: what the data is, in your words; a state is not loaded into other data.
         on_mismatch: what `load_state_dict` does by default if the data is another.
         compare: what of a batch is compared when it is replayed: True all of it (large tensors are
@@ -180,9 +180,9 @@ class ResumableIterator:
         """Return the position after the last batch that was handed out.
 
         ``state`` is JSON, under 1 kB. With one rank, or in `PerRank`, it also holds what only one
-        rank can tell: lengths, what its generators were seeded with, and digests of the batches.
+        rank knows: lengths, what its generators were seeded with, and digests of the batches.
         Without, it is the same on all ranks that take as many batches; `split_state_dict` has the
-        rest. With mode "own" there is ``own`` beside it, the loader's own state.
+        rest. With mode "own" there is also ``own``, the loader's own state.
         """
         state = self._of_all()
         if self._is_per_rank:
@@ -191,10 +191,10 @@ class ResumableIterator:
         return {"state": _json(state)} | ({} if own is None else {"own": own})
 
     def split_state_dict(self) -> tuple[dict[str, Any], dict[str, Any]]:
-        """Return what all ranks have in common, and what only this one can tell.
+        """Return what all ranks have in common, and what only this one knows.
 
         A `Checkpointer` keeps the second for each rank. `load_state_dict` takes both in one dict;
-        what another rank told is not compared. With one rank, or in `PerRank`, all is in the first.
+        what another rank saved is not compared. With one rank, or in `PerRank`, the first has all.
         """
         if self._is_per_rank:
             return self.state_dict(), {}
@@ -219,7 +219,7 @@ class ResumableIterator:
         return state
 
     def _of_rank(self) -> dict[str, Any]:
-        """Return what only this rank can tell."""
+        """Return what only this rank knows."""
         state: dict[str, Any] = {
             "here": made_here(self.loader),
             "roots": {**self._sources.roots(), **self._roots},
@@ -237,7 +237,7 @@ class ResumableIterator:
     def load_state_dict(
         self, state: Mapping[str, Any], *, on_mismatch: OnMismatch | None = None
     ) -> None:
-        """Go on from a saved position; iterators made before become stale.
+        """Resume from a saved position; iterators made before become stale.
 
         Raises:
             DataStateError: the state is no state, or, in the middle of an epoch, of other data or
@@ -298,14 +298,14 @@ class ResumableIterator:
             pairs.append(("number of samples per step", saved.samples_per_step(), now))
         changes = [f"the {name} was {old!r}, now it is {new!r}" for name, old, new in pairs
                    if old != new]  # fmt: skip
-        # A data set that keeps its position itself goes on behind any batches.
+        # A data set that keeps its position itself continues behind any batches.
         if self._mode != "own" or self._keeper is self.loader:
             changes += differences(saved.made, present, workers_count=has_stream(self.loader))
             changes += [] if saved.roots is None else self._sources.changes(saved.roots)
         alone = self._sources.left_alone_before()
         if self._mode == "replay" and saved.as_before and saved.epoch and saved.batches and alone:
             changes.append(
-                f"the state is of an earlier version, which let {', '.join(alone)} go on from "
+                f"the state is of an earlier version, which let {', '.join(alone)} continue from "
                 f"epoch to epoch, so that epoch {saved.epoch} cannot be had again"
             )
         if self._mode == "own" and needs_own:

@@ -1,9 +1,9 @@
 """Where the order of a loader comes from: its generators and samplers, found and set per epoch.
 
-What draws from the process's own random states is set by `global_rng`. What is here keeps numbers
-of its own: a generator that is passed to a `DataLoader` or a sampler, one that a data set or a
-transform holds. Left alone, such a one goes on from epoch to epoch, so a job that is started anew
-in a later epoch would get the order of its first one.
+The process's own random states are set by `global_state`. This module finds the other generators:
+one that is passed to a `DataLoader` or a sampler, or that a data set or a transform holds. Left
+alone, such a generator continues from epoch to epoch, so a job that is restarted in a later epoch
+would get the order of its first one.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Source:
         path: attributes that lead to it.
         kind: of generator.
         generator: itself.
-        root: 64 bits that tell what it was seeded with when the loader was wrapped.
+        root: 64 bits that stand for what it was seeded with when the loader was wrapped.
     """
 
     path: str
@@ -72,7 +72,7 @@ class Sources:
     """
 
     def __init__(self, loader: object) -> None:
-        self._told: list[Any] = []
+        self._with_epoch: list[Any] = []
         self._found: list[Source] = []
         self.positioned: list[str] = []  # paths of what moves on by itself
         self.loaders: dict[str, DataLoader[Any]] = {}  # by path; "" is the whole
@@ -92,7 +92,7 @@ class Sources:
             # Deeper inside only what its class says: to ask some objects for a name is an error.
             asked = part if "." not in path else type(part)
             if callable(getattr(asked, "set_epoch", None)):
-                self._told.append(part)
+                self._with_epoch.append(part)
 
     def begin(
         self, epoch: int, key: int, roots: Mapping[str, int], *, as_before: bool = False
@@ -112,13 +112,13 @@ class Sources:
         for source in [] if as_before else self._found:
             root = roots.get(source.path, source.root)
             reseed(source.generator, derive(key, digest_of(source.path), root))
-        for part in self._told:
+        for part in self._with_epoch:
             part.set_epoch(epoch)
 
     def end_workers(self) -> None:
         """Let loaders with persistent workers begin the epoch with new ones.
 
-        They would go on with their random states of the epoch before.
+        They would keep their random states of the epoch before.
         """
         for loader in self.loaders.values():
             if loader.persistent_workers:
@@ -129,7 +129,7 @@ class Sources:
         return {source.path: source.root for source in self._found}
 
     def left_alone_before(self) -> list[str]:
-        """Return the paths of what earlier versions let go on from epoch to epoch."""
+        """Return the paths of what earlier versions let continue from epoch to epoch."""
         persistent = [path or "loader" for path, one in self.loaders.items()
                       if one.persistent_workers]  # fmt: skip
         return [*self.roots(), *(f"persistent workers of {path}" for path in persistent)]
@@ -137,8 +137,8 @@ class Sources:
     def taken_over(self, saved: Mapping[str, int]) -> dict[str, int]:
         """Return the saved roots that count from now on.
 
-        Only generators of torch tell the seed that they were given. Of others nobody can say
-        whether they were seeded at all, so they go on with what they began with.
+        Only generators of torch reveal the seed that they were given. Others may not have been
+        seeded at all, so they keep what they began with.
         """
         return {
             source.path: saved[source.path]
@@ -172,7 +172,7 @@ def _root(generator: Any) -> int:
 
 
 def _process_wide() -> list[object]:
-    """Return the generators that `global_rng` sets."""
+    """Return the generators that `global_state` sets."""
     found: list[object] = [torch.default_generator]
     found.append(getattr(random.random, "__self__", None))
     np = numpy_or_none()

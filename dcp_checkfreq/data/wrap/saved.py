@@ -12,7 +12,7 @@ from dcp_checkfreq.data.wrap.trail import Comparison
 from dcp_checkfreq.errors import DataStateError
 
 _WHAT = "ResumableIterator"
-OF_RANK = ("here", "roots", "trail")  # what only one rank can tell
+OF_RANK = ("here", "roots", "trail")  # what only one rank knows
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class Saved:
         made: what made the batches.
         roots: what each generator was seeded with, by path; None if it is not known.
         trail: digests of the batches, as `Trail.text` has them; None if they are not known.
-        has_rank: what only this rank can tell is in it, or there was only one.
+        has_rank: what only this rank knows is in it, or there was only one.
         as_before: the epoch was begun by a version that set no generators but the process's own.
     """
 
@@ -49,7 +49,7 @@ class Saved:
 
         Args:
             text: the state.
-            of_rank: what only one rank could tell, if it is kept apart.
+            of_rank: what only one rank knows, if it is kept apart.
             place: of this rank. What another one saved is left out.
 
         Raises:

@@ -26,7 +26,7 @@ def check_replayable(loader: Any, sources: Sources) -> None:
     own = [type(loader).__name__] if hasattr(type(loader), "steps_left") else sources.positioned
     if own:
         raise TypeError(
-            f"{own[0]} knows its position and goes on by itself; to replay it would "
+            f"{own[0]} knows its position and resumes by itself; to replay it would "
             "pass over batches that were not trained. Register it as it is, without "
             f"{_WHAT}"
         )

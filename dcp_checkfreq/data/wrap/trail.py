@@ -1,8 +1,8 @@
 """What was handed out in an epoch, as digests that a replay is compared with. Pure.
 
-Each number says all that came up to a batch: it chains the digests of the batches. Kept are those
-at 1, 2, 4, 8, ... and at the last few batches, so that a replay that goes another way from its
-begin is noticed at once, and one that does so late is, too.
+Each digest stands for all batches up to one: it chains the digests of the batches. Kept are those
+after 1, 2, 4, 8, ... and after the last few batches, so that a replay is found to differ at once if
+it does so from its begin, and in the end if it does so late.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def marks(count: int) -> list[int]:
 
 @dataclass(frozen=True, slots=True)
 class Parting:
-    """A replay went another way: after ``after`` batches all was right, at ``at`` it was not."""
+    """A replay differed: after ``after`` batches all was right, at ``at`` it was not."""
 
     after: int
     at: int

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from dcp_checkfreq.data.cache.byte_count import (
     decode,
     encode,
-    locked_books,
+    locked_byte_count,
     peek,
 )
 from dcp_checkfreq.testing import ManualClock
@@ -19,8 +19,8 @@ def path(tmp_path):
     return str(tmp_path / "books")
 
 
-def books_at(path, boot="here"):
-    return locked_books(path, boot, ManualClock(), 1.0)
+def byte_count_at(path, boot="here"):
+    return locked_byte_count(path, boot, ManualClock(), 1.0)
 
 
 @given(RECORDS)
@@ -44,17 +44,17 @@ def test_no_damage_passes_for_a_record(record, data):
 
 
 def test_a_new_file_is_not_trusted(path):
-    with books_at(path) as byte_count:
+    with byte_count_at(path) as byte_count:
         assert byte_count.must_clear
         assert byte_count.must_count
 
 
 def test_what_is_ended_is_found_and_seen_at_a_glance(path):
-    with books_at(path) as byte_count:
+    with byte_count_at(path) as byte_count:
         byte_count.begin()
         byte_count.used_bytes = 123
     assert peek(path, "here") == 123
-    with books_at(path) as byte_count:
+    with byte_count_at(path) as byte_count:
         assert (byte_count.used_bytes, byte_count.must_count, byte_count.must_clear) == (
             123,
             False,
@@ -63,30 +63,30 @@ def test_what_is_ended_is_found_and_seen_at_a_glance(path):
 
 
 def test_what_was_begun_and_not_ended_must_be_counted(path):
-    with books_at(path) as byte_count:
+    with byte_count_at(path) as byte_count:
         byte_count.begin()
     with pytest.raises(KeyError):
-        fail_with_books_begun(path)
+        fail_with_a_change_begun(path)
     assert peek(path, "here") is None
-    with books_at(path) as byte_count:
+    with byte_count_at(path) as byte_count:
         assert byte_count.must_count
         assert not byte_count.must_clear
 
 
-def fail_with_books_begun(path):
-    with books_at(path) as byte_count:
+def fail_with_a_change_begun(path):
+    with byte_count_at(path) as byte_count:
         byte_count.begin()
         raise KeyError
 
 
 def test_a_record_of_another_boot_is_not_trusted(path):
-    with books_at(path) as byte_count:
+    with byte_count_at(path) as byte_count:
         byte_count.begin()
     assert peek(path, "there") is None
-    with books_at(path, boot="there") as byte_count:
+    with byte_count_at(path, boot="there") as byte_count:
         assert byte_count.must_clear
 
 
-def test_only_one_has_the_books(path):
-    with books_at(path), pytest.raises(TimeoutError), books_at(path):
+def test_only_one_has_the_byte_count(path):
+    with byte_count_at(path), pytest.raises(TimeoutError), byte_count_at(path):
         pass

@@ -37,10 +37,10 @@ def test_kill_9_at_any_moment_leaves_right_content_the_bound_and_no_partials(
         while (killed := len(kills.read_text())) < enough_kills or max(looks) <= 0.8 * MAX_BYTES:
             assert wrong.read_text() == ""
             assert all(child.poll() is None for child in children), "it ended by itself"
-            on_disk, in_books = look(root)
+            on_disk, in_byte_count = look(root)
             looks.append(on_disk)
             assert on_disk <= MAX_BYTES
-            assert in_books in (None, on_disk)
+            assert in_byte_count in (None, on_disk)
             time.sleep(rng.uniform(0.001, 0.02))
             if killed >= enough_kills / 4 * (trees_killed + 1):  # its helpers are orphans
                 trees_killed += 1
@@ -55,8 +55,8 @@ def test_kill_9_at_any_moment_leaves_right_content_the_bound_and_no_partials(
 
     cache = FileCache(root, MAX_BYTES, policy=policy)
     assert partials_in(root) == []
-    on_disk, in_books = look(root)
-    assert on_disk == in_books == cache.used_bytes()
+    on_disk, in_byte_count = look(root)
+    assert on_disk == in_byte_count == cache.used_bytes()
     contents = {content_of(index) for index in range(len(sources))}
     assert whole_in(root)
     assert all(path.read_bytes() in contents for path in whole_in(root)), "hollow or mixed"

@@ -113,8 +113,8 @@ def test_workers_evict_and_never_serve_anything_else(tmp_path, sources):
     loader = DataLoader(dataset, batch_size=None, num_workers=2)
     for _ in range(3):
         assert [item[0] for item in loader] == expected(24)
-    on_disk, in_books = look(cache.root)
-    assert on_disk == in_books <= 60 * KIB
+    on_disk, in_byte_count = look(cache.root)
+    assert on_disk == in_byte_count <= 60 * KIB
     assert whole_in(cache.root)
 
 

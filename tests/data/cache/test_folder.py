@@ -22,7 +22,7 @@ def root(tmp_path):
     return str(tmp_path)
 
 
-def shelf_at(root, max_bytes=64 * KIB, *, evicts=True, low=0.5, clock=None, boot=None):
+def folder_at(root, max_bytes=64 * KIB, *, evicts=True, low=0.5, clock=None, boot=None):
     folder = CacheFolder(
         root, max_bytes, evicts=evicts, low=low, clock=clock or SystemClock(), boot=boot or _boot()
     )
@@ -49,18 +49,18 @@ def has(folder, name):
 
 
 def test_a_filled_file_is_there_whole_read_only_and_counted(root):
-    folder = shelf_at(root)
+    folder = folder_at(root)
     file = put(folder, "aa", 5000)
     assert pathlib.Path(file.path).read_bytes() == b"a" * 5000
     assert os.stat(file.path).st_mode & 0o222 == 0
     assert folder.used_bytes() == 8 * KIB
     assert partials_in(root) == []
     file.close()
-    assert has(shelf_at(root), "aa")
+    assert has(folder_at(root), "aa")
 
 
 def test_nothing_is_served_before_it_is_published(root):
-    folder = shelf_at(root)
+    folder = folder_at(root)
     partial, _ = folder.claim("aa")
     folder.reserve(partial, 8 * KIB)
     assert folder.hold("aa") is None
@@ -71,7 +71,7 @@ def test_nothing_is_served_before_it_is_published(root):
 
 
 def test_an_empty_file_takes_no_room(root):
-    folder = shelf_at(root)
+    folder = folder_at(root)
     put(folder, "aa", 0).close()
     assert has(folder, "aa")
     assert folder.used_bytes() == 0
@@ -79,7 +79,7 @@ def test_an_empty_file_takes_no_room(root):
 
 def test_the_least_recently_used_go_first_and_down_to_the_low_mark(root):
     clock = ManualClock()
-    folder = shelf_at(root, clock=clock)
+    folder = folder_at(root, clock=clock)
     for name in "abcdefgh":
         put(folder, name).close()
         clock.advance(1)
@@ -94,7 +94,7 @@ def test_the_least_recently_used_go_first_and_down_to_the_low_mark(root):
 
 
 def test_what_is_held_stays_though_everything_else_goes(root):
-    folder = shelf_at(root)
+    folder = folder_at(root)
     held = put(folder, "a")
     for name in "bcdefghijklmn":
         put(folder, name).close()
@@ -103,7 +103,7 @@ def test_what_is_held_stays_though_everything_else_goes(root):
 
 
 def test_a_file_evicted_between_its_opening_and_its_lock_is_not_served(root, monkeypatch):
-    folder = shelf_at(root)
+    folder = folder_at(root)
     file = put(folder, "a")
     path = file.path
     file.close()
@@ -119,7 +119,7 @@ def test_a_file_evicted_between_its_opening_and_its_lock_is_not_served(root, mon
 
 
 def test_if_all_is_held_there_is_no_room(root):
-    folder = shelf_at(root)
+    folder = folder_at(root)
     held = [put(folder, name) for name in "abcdefgh"]
     assert put(folder, "i") is None
     held.pop().close()
@@ -131,7 +131,7 @@ def test_if_all_is_held_there_is_no_room(root):
 
 def test_a_file_used_since_the_plan_was_made_is_not_evicted_by_it(root):
     clock = ManualClock()
-    folder = shelf_at(root, 80 * 4 * KIB, low=0.01, clock=clock)
+    folder = folder_at(root, 80 * 4 * KIB, low=0.01, clock=clock)
     names = [f"{number:03d}" for number in range(145)]
     for name in names[:81]:  # the last one evicts a batch of 64; the plan has 15 more
         put(folder, name, 4 * KIB).close()
@@ -149,7 +149,7 @@ def test_a_file_used_since_the_plan_was_made_is_not_evicted_by_it(root):
 
 
 def test_keep_evicts_nothing_and_sees_at_a_glance_that_it_is_full(root):
-    folder = shelf_at(root, evicts=False)
+    folder = folder_at(root, evicts=False)
     for name in "abcdefgh":
         assert not folder.is_full_for(1)
         put(folder, name).close()
@@ -159,7 +159,7 @@ def test_keep_evicts_nothing_and_sees_at_a_glance_that_it_is_full(root):
 
 
 def test_the_room_of_a_killed_writer_is_found_again_without_a_restart(root):
-    folder = shelf_at(root, evicts=False)
+    folder = folder_at(root, evicts=False)
     child = start_child("fill_child.py", root, 64 * KIB, "zz", 64 * KIB)
     assert child.stdout.readline() == "half\n"
     assert put(folder, "a") is None, "the writer lives: its room is taken"
@@ -174,7 +174,7 @@ def test_the_room_of_a_killed_writer_is_found_again_without_a_restart(root):
 
 
 def test_who_wants_the_file_of_a_killed_writer_takes_it_over_clean(root):
-    folder = shelf_at(root)
+    folder = folder_at(root)
     child = start_child("fill_child.py", root, 64 * KIB, "zz", 64 * KIB)
     assert child.stdout.readline() == "half\n"
     child.send_signal(signal.SIGKILL)
@@ -189,24 +189,24 @@ def test_who_wants_the_file_of_a_killed_writer_takes_it_over_clean(root):
 def test_start_sweeps_what_dead_writers_left(root):
     child = start_child("fill_child.py", root, 64 * KIB, "zz", 64 * KIB)
     assert child.stdout.readline() == "half\n"
-    shelf_at(root)
+    folder_at(root)
     assert partials_in(root) == ["zz"], "alive"
     child.send_signal(signal.SIGKILL)
     child.wait()
     child.stdout.close()
-    folder = shelf_at(root)
+    folder = folder_at(root)
     assert partials_in(root) == []
     assert folder.used_bytes() == 0
 
 
 def test_one_that_wants_a_file_that_another_one_fills_waits_and_gets_it(root):
-    folder = shelf_at(root)
+    folder = folder_at(root)
     partial, _ = folder.claim("aa")
     folder.reserve(partial, 8 * KIB)
     got = []
 
     def claim():
-        file, is_whole = shelf_at(root).claim("aa")
+        file, is_whole = folder_at(root).claim("aa")
         got.append(is_whole)
         file.close()
 
@@ -222,18 +222,18 @@ def test_one_that_wants_a_file_that_another_one_fills_waits_and_gets_it(root):
 
 
 def test_waiting_for_one_that_never_fills_it_ends(root):
-    folder = shelf_at(root)
+    folder = folder_at(root)
     partial, _ = folder.claim("aa")
     clock = ManualClock()
     with pytest.raises(TimeoutError):
-        shelf_at(root, clock=clock).claim("aa")
+        folder_at(root, clock=clock).claim("aa")
     assert 120 <= clock.monotonic_s() < 121
     folder.abandon(partial)
 
 
 @pytest.mark.parametrize("content", [b"", b"\0" * 90, b"checkfreq-cache-1 5 ended x 00000000\n"])
-def test_damaged_books_cost_the_files_and_nothing_else(root, content):
-    folder = shelf_at(root)
+def test_a_damaged_byte_count_costs_the_files_and_nothing_else(root, content):
+    folder = folder_at(root)
     put(folder, "aa").close()
     with open(os.path.join(root, "books"), "wb") as file:
         file.write(content)
@@ -244,18 +244,18 @@ def test_damaged_books_cost_the_files_and_nothing_else(root, content):
 
 
 def test_the_files_of_another_boot_are_not_served(root):
-    put(shelf_at(root, boot="before"), "aa").close()
-    assert has(shelf_at(root, boot="before"), "aa")
-    after = shelf_at(root, boot="after")
+    put(folder_at(root, boot="before"), "aa").close()
+    assert has(folder_at(root, boot="before"), "aa")
+    after = folder_at(root, boot="after")
     assert not has(after, "aa")
     assert after.used_bytes() == 0
 
 
 def test_a_death_in_the_middle_of_a_change_is_counted_anew(root):
-    folder = shelf_at(root)
+    folder = folder_at(root)
     put(folder, "aa").close()
     put(folder, "bb").close()
-    child = start_child("die_in_books_child.py", root)
+    child = start_child("die_in_change_child.py", root)
     child.wait()
     child.stdout.close()
     assert look(root) == (8 * KIB, None)
@@ -264,8 +264,8 @@ def test_a_death_in_the_middle_of_a_change_is_counted_anew(root):
 
 
 def test_a_smaller_bound_holds_from_the_start_also_for_keep(root):
-    folder = shelf_at(root, evicts=False)
+    folder = folder_at(root, evicts=False)
     for name in "abcdefgh":
         put(folder, name).close()
-    shelf_at(root, 32 * KIB, evicts=False, low=1.0)
+    folder_at(root, 32 * KIB, evicts=False, low=1.0)
     assert look(root) == (32 * KIB, 32 * KIB)

@@ -140,7 +140,7 @@ def test_an_external_source_beside_a_reader_is_refused_by_name(paths, named):
     def weights(_):
         return fn.external_source(source=lambda: np.zeros((8, 1)), **named)
 
-    said = r"external_source '(Weights|__ExternalSource_\d+)' beside the reader"
+    said = r"external_source '(Weights|__ExternalSource_\d+)' next to the reader"
     with pytest.raises(ValueError, match=said):
         reader_of(paths, more=weights)
 
@@ -159,7 +159,7 @@ def by_batch(_):
 
 @pytest.mark.parametrize("extra", [by_sample, by_batch])
 def test_an_external_source_that_is_a_function_of_its_number_is_exact_if_it_is_said(paths, extra):
-    with pytest.raises(ValueError, match=r"'Extra' beside the reader .*independent=\['Extra'\]"):
+    with pytest.raises(ValueError, match=r"'Extra' next to the reader .*independent=\['Extra'\]"):
         reader_of(paths, more=extra)
     wanted, found = went_on(lambda: reader_of(paths, more=extra, independent=["Extra"]))
     assert found == wanted
@@ -170,7 +170,7 @@ def test_one_that_is_no_such_function_is_refused_whatever_is_said(paths):
     def counted(_):
         return fn.external_source(source=lambda: np.zeros((8, 1)), name="Extra")
 
-    with pytest.raises(ValueError, match=r"'Extra' beside the reader .* are in step$"):
+    with pytest.raises(ValueError, match=r"'Extra' next to the reader .* are in step$"):
         reader_of(paths, more=counted, independent=["Extra"])
 
 
@@ -230,7 +230,7 @@ def test_an_external_source_beside_the_inputs_is_refused_by_name(paths):
     def weights(_):
         return fn.external_source(source=lambda: np.zeros((9, 1)), name="Weights")
 
-    with pytest.raises(ValueError, match=r"external_source 'Weights' beside source\.inputs"):
+    with pytest.raises(ValueError, match=r"external_source 'Weights' next to source\.inputs"):
         iter(loader_with(paths, weights))
 
 
