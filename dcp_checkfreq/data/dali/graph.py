@@ -50,7 +50,7 @@ class Operator:
 
 
 def operators_of(pipeline: Any) -> list[Operator]:
-    """Return the operators of a pipeline that was built; none if this version of DALI does not list them."""
+    """Return the operators of a pipeline that was built; none if DALI does not list them."""
     found = []
     for instance in getattr(pipeline, "_ops", None) or ():
         operator = getattr(instance, "_op", None)
@@ -133,8 +133,9 @@ def check_readers(
         )  # fmt: skip
         raise ValueError(
             f"{what}: {operator} next to the reader is not part of DALI's checkpoint, so it would "
-            "begin anew after a resume while the reader continues. Read what it gives with a reader, "
-            f"or use ResumableDALILoader, whose labels and random numbers are in step{way_out}"
+            "begin anew after a resume while the reader continues. Read what it gives with a "
+            "reader, or use ResumableDALILoader, whose labels and random numbers are in step"
+            f"{way_out}"
         )
 
 

@@ -1,4 +1,4 @@
-"""`ResumableDALILoader`: real DALI pipelines that are fed in our order and resume where they stopped."""
+"""`ResumableDALILoader`: DALI pipelines that are fed in our order and resume where they stopped."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 
 _WHAT = "ResumableDALILoader"
-_MAX_LISTED = 5
+_SHOWN = 5
 
 
 class ResumableDALILoader(HasPosition):
@@ -117,7 +117,7 @@ class ResumableDALILoader(HasPosition):
         self.batch_size = options.per_rank
         self._cursor = Cursor(options, len(self._paths), SHUFFLED, _WHAT)
         self._dali_rng = dali_rng
-        self._told_of_random = False
+        self._has_warned = False
         # DALI's checkpoint after the last batch handed out; None: that of a new pipeline.
         self._checkpoint: bytes | None = None
         self._feed: _Feed | None = None
@@ -133,12 +133,12 @@ class ResumableDALILoader(HasPosition):
             feed = self._new_feed(self._checkpoint)
             feed.begin(self._cursor.position)
             self._feed = feed
-            if feed.random and not self._dali_rng and not self._told_of_random:
-                self._told_of_random = True
+            if feed.random and not self._dali_rng and not self._has_warned:
+                self._has_warned = True
                 _log.warning(
                     "%s: %s would begin anew after a resume: make random numbers from those of "
                     "source.inputs(), or pass dali_rng=True",
-                    *(_WHAT, ", ".join(feed.random[:_MAX_LISTED])),
+                    *(_WHAT, ", ".join(feed.random[:_SHOWN])),
                 )
         return HandOut(self._cursor, self._take, self._drop_feed)
 

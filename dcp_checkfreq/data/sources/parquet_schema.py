@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import pyarrow as pa
 
-_MAX_LISTED = 5
+_SHOWN = 5
 
 
 def check_schemas(files: Iterable[tuple[str, pa.Schema]], columns: Sequence[str] | None) -> None:
@@ -27,9 +27,9 @@ def check_schemas(files: Iterable[tuple[str, pa.Schema]], columns: Sequence[str]
             continue
         wrong = _differences(first[1], schema, columns)
         if wrong:
-            more = f" and {len(wrong) - _MAX_LISTED} more" if len(wrong) > _MAX_LISTED else ""
+            more = f" and {len(wrong) - _SHOWN} more" if len(wrong) > _SHOWN else ""
             raise ValueError(
-                f"{path} has other columns than {first[0]}: {'; '.join(wrong[:_MAX_LISTED])}{more}. "
+                f"{path} has other columns than {first[0]}: {'; '.join(wrong[:_SHOWN])}{more}. "
                 "Write the files alike, or pass columns= that all have"
             )
 

@@ -23,7 +23,7 @@ from dcp_checkfreq.errors import DataStateError
 
 _log = logging.getLogger(__name__)
 
-_MAX_LISTED = 5
+_SHOWN = 5
 _READ_THREADS = 8  # footers: mostly waiting for storage
 
 
@@ -95,8 +95,8 @@ class ParquetSource:
             empty = [path for n, path in enumerate(paths_found) if not any(numbers[n])]
             _log.warning(
                 "%d of %d files have no rows: %s%s",
-                *(len(empty), len(numbers), ", ".join(empty[:_MAX_LISTED])),
-                " ..." if len(empty) > _MAX_LISTED else "",
+                *(len(empty), len(numbers), ", ".join(empty[:_SHOWN])),
+                " ..." if len(empty) > _SHOWN else "",
             )
         check_schemas(((paths_found[n], footers[n][1]) for n in filled), self.columns)
         # Of the first file with rows: one without often has no types either. And those of folders.

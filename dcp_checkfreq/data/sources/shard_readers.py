@@ -33,8 +33,8 @@ class ShardReader(Protocol):
     def scan(self, file: IO[bytes]) -> Layout:
         """Count the samples, and note where they lie.
 
-        What it raises for a shard that is wrong (ValueError, EOFError, `tarfile.TarError`) is told
-        with the shard's path.
+        What it raises for a shard that is wrong (ValueError, EOFError, `tarfile.TarError`) becomes
+        a ValueError with the shard's path.
         """
 
     def read(self, file: IO[bytes], start: int, marks: tuple[int, ...]) -> Iterator[Any]:

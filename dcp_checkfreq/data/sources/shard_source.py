@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 
 # What a shard that is wrong makes its reader raise. Errors of storage are raised unchanged.
 _WRONG = (ValueError, EOFError, tarfile.TarError, gzip.BadGzipFile, zlib.error, lzma.LZMAError)
-_MAX_LISTED = 5
+_SHOWN = 5
 _SCAN_THREADS = 8  # mostly waiting for storage
 _DEFAULT_WINDOW = 64
 _READ_AHEAD_BYTES = 4 << 20  # per open shard of a remote file system; s3fs would take 50 MiB
@@ -116,8 +116,8 @@ class ShardSource:
         if empty:
             _log.warning(
                 "%d of %d shards are empty: %s%s",
-                *(len(empty), len(found), ", ".join(empty[:_MAX_LISTED])),
-                " ..." if len(empty) > _MAX_LISTED else "",
+                *(len(empty), len(found), ", ".join(empty[:_SHOWN])),
+                " ..." if len(empty) > _SHOWN else "",
             )
         self.sizes = [shard.layout.samples for shard in self.shards]
         digest = hashlib.sha256()
@@ -134,12 +134,10 @@ class ShardSource:
             layouts = list(pool.map(self._scan, paths))
         odd = [(path, note) for path, layout in zip(paths, layouts, strict=True)
                for note in layout.notes]  # fmt: skip
-        for path, note in odd[:_MAX_LISTED]:
+        for path, note in odd[:_SHOWN]:
             _log.warning("shard %s: %s", path, note)
-        if len(odd) > _MAX_LISTED:
-            _log.warning(
-                "there is something of that kind in %d shards more", len(odd) - _MAX_LISTED
-            )
+        if len(odd) > _SHOWN:
+            _log.warning("there is something of that kind in %d shards more", len(odd) - _SHOWN)
         return layouts
 
     def _scan(self, path: str) -> Layout:
