@@ -1,14 +1,7 @@
-"""Settings of the property tests, and fixtures of several folders.
-
-By default they try the same examples every time, so that a change is judged by the change and not
-by luck. `HYPOTHESIS_PROFILE=search pytest tests` looks for new ones.
-"""
-
-import os
+"""Fixtures of several folders."""
 
 import pytest
 from held_copies import held_copies, let_go_when_waited_for
-from hypothesis import HealthCheck, settings
 from torch.distributed.checkpoint.planner import SavePlanner
 
 from dcp_checkfreq.storage.local import abilities
@@ -23,13 +16,6 @@ _STOCK_CACHES = (
     SavePlanner._cached_global_plan,
     SavePlanner._cached_metadata,
 )
-
-# A busy machine is no reason to fail.
-PATIENT = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow], "print_blob": True}
-
-settings.register_profile("same", derandomize=True, database=None, **PATIENT)
-settings.register_profile("search", **PATIENT)
-settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "same"))
 
 
 @pytest.fixture(autouse=True)

@@ -4,8 +4,9 @@ import io
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from dcp_checkfreq.format.envelope import PAYLOAD_ALIGN_BYTES, Envelopes, make_envelope
 from dcp_checkfreq.shards.assign import PAGE_ALIGNED_FROM_BYTES, PAGE_BYTES, Extent, place
@@ -54,7 +55,7 @@ def test_the_payload_lies_at_a_multiple_of_64(dtype, shape):
         assert len(envelope.prefix) % PAYLOAD_ALIGN_BYTES == 0
 
 
-@settings(max_examples=40)
+@examples(40)
 @given(shape=st.lists(st.integers(0, 9), max_size=6).map(tuple), dtype=st.sampled_from(DTYPES))
 def test_any_shape_makes_a_whole_item(shape, dtype):
     envelope = make_envelope(dtype, shape)

@@ -11,7 +11,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from metadata_tools import (
     FILE,
@@ -21,6 +21,7 @@ from metadata_tools import (
     small_metadata,
     small_record,
 )
+from property_examples import examples
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorProperties
 
 from dcp_checkfreq.errors import BrokenMetadata, LoadFailed, NewerFormat
@@ -112,7 +113,7 @@ def test_with_any_byte_changed_it_never_loads(mask):
         content[at] ^= mask
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(data=st.data())
 def test_with_any_span_overwritten_it_never_loads(data):
     content = bytearray(dumped())
@@ -126,7 +127,7 @@ def test_with_any_span_overwritten_it_never_loads(data):
         metadata_format.load(bytes(content), WHERE)
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(content=st.binary(max_size=200))
 def test_any_bytes_are_refused_as_broken(content):
     with pytest.raises(BrokenMetadata):

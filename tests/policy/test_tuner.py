@@ -9,8 +9,9 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from hypothesis import example, given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
+from property_examples import examples
 from simulated_job import Job, steady, stepped
 
 from dcp_checkfreq.policy.costs import Costs
@@ -24,7 +25,7 @@ from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.policy.tuner import observe, opening, start
 
 BUDGET = 0.035
-SLOW = settings(max_examples=40)
+SLOW = examples(40)
 
 
 def changes(intervals):

@@ -3,13 +3,14 @@
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from simulated_job import Job, steady, stepped
 
 from dcp_checkfreq.policy.interval import SHORTEST_ITERATION_S, forecast
 
-FEW = settings(max_examples=40)
+FEW = examples(40)
 
 JOBS = st.builds(
     dict,

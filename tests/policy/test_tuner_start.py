@@ -3,8 +3,9 @@
 from itertools import pairwise
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from simulated_job import Job, steady, stepped
 
 from dcp_checkfreq.policy.costs import PROFILE_STEPS
@@ -14,7 +15,7 @@ from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.policy.tuner import observe, opening, start
 
 BUDGET = 0.035
-FEW = settings(max_examples=40)
+FEW = examples(40)
 JUMP_S = 1e6
 
 

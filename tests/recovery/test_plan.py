@@ -3,8 +3,9 @@
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from dcp_checkfreq.format.index import Columns, Record
 from dcp_checkfreq.format.names import step_folder
@@ -393,7 +394,7 @@ def test_through_any_history_the_newest_is_what_was_saved_last(history):
         assert newest(on_storage) == line[-1]
 
 
-@settings(max_examples=300)
+@examples(300)
 @given(history=histories())
 def test_through_any_history_only_the_line_of_the_last_save_is_fallen_back_to(history):
     for on_storage, line in history:

@@ -4,8 +4,9 @@ import itertools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from dcp_checkfreq.shards.byte_spans import Span, span_of, strides_of
 
@@ -44,7 +45,7 @@ def test_every_box_of_a_small_shape_is_what_torch_slices(shape):
         check(shape, offsets, lengths)
 
 
-@settings(max_examples=200)
+@examples(200)
 @given(data=st.data(), shape=st.lists(st.integers(0, 5), max_size=5))
 def test_any_box_is_what_torch_slices(data, shape):
     offsets = [data.draw(st.integers(0, size)) for size in shape]

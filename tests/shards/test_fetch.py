@@ -5,8 +5,9 @@ import random
 import threading
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from dcp_checkfreq.errors import BrokenShard
 from dcp_checkfreq.format.digest import digest
@@ -57,7 +58,7 @@ def fetch(tier, sizes, wants, payloads, *, threads=2, check=True):
         fetcher.close()
 
 
-@settings(max_examples=60)
+@examples(60)
 @given(data=st.data(), threads=st.integers(1, 4))
 def test_what_is_wanted_arrives_and_nothing_else(data, threads):
     sizes = data.draw(st.lists(st.integers(0, 20_000), min_size=1, max_size=6))

@@ -6,8 +6,9 @@ import threading
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 
 from dcp_checkfreq.shards.byte_spans import span_of
 from dcp_checkfreq.shards.codec import bytes_of
@@ -28,7 +29,7 @@ def deliver(target, saved, start, stop, cuts, order=None):
         lent[:] = b"\xee" * len(lent)  # only lent: it is overwritten right after
 
 
-@settings(max_examples=150)
+@examples(150)
 @given(data=st.data(), shape=st.lists(st.integers(1, 5), max_size=4).map(tuple))
 def test_any_box_in_any_pieces_and_order_arrives(data, shape):
     offsets = [data.draw(st.integers(0, size - 1)) for size in shape]

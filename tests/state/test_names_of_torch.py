@@ -5,8 +5,9 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
+from property_examples import examples
 from torch import nn
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
     checkpoint_wrapper,  # no public name, and names of modules change with it in a way of its own
@@ -491,7 +492,7 @@ changes_of_net = st.tuples(st.sampled_from(SAFE), st.none(), st.none(), st.boole
 
 
 @given(trees, st.lists(changes_in_trees | changes_of_net, min_size=1, max_size=8))
-@settings(max_examples=60)
+@examples(60)
 def test_whatever_is_changed_names_are_those_of_torch(tree, changes):
     net, optimizer, job = job_of_net()
     net.tree = nn.ModuleDict({"of": tree(), "and": nn.BatchNorm1d(2)})

@@ -14,6 +14,7 @@ from hypothesis.stateful import (
     rule,
     run_state_machine_as_test,
 )
+from property_examples import examples
 
 from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import CrashTier, MemoryTier
@@ -190,11 +191,11 @@ class LocalMachine(TierMachine):
         shutil.rmtree(self.path)
 
 
-def run(machine, examples, steps):
+def run(machine, number, steps):
     run_state_machine_as_test(
         machine,
         settings=settings(
-            max_examples=examples,
+            examples(number),
             stateful_step_count=steps,
             deadline=None,
             derandomize=True,

@@ -19,9 +19,10 @@ from dali_tools import (
     take,
     write_images,
 )
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from nvidia.dali import fn, pipeline_def
+from property_examples import examples
 
 from dcp_checkfreq import Checkpointer
 from dcp_checkfreq.data import DataStateError, ResumableDALILoader
@@ -117,7 +118,7 @@ LAUNCHES = st.lists(
 
 
 @pytest.mark.slow
-@settings(max_examples=30)
+@examples(30)
 @given(launches=LAUNCHES)
 def test_over_any_history_of_launches_each_sample_comes_once_as_it_should(paths, epochs, launches):
     found, state = {0: [], 1: [], 2: []}, None

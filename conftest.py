@@ -1,0 +1,111 @@
+"""Two lanes of tests: `--fast` is the two-minute loop, without it all of them run.
+
+What a test needs is told by the folder it is in and by the fixtures it takes: the rules are below,
+and give it a marker. Only what is slow for a reason of its own is marked by hand, with `slow`. The
+fast lane leaves out tests with a marker of `NOT_FAST`, tries few examples of each property, and
+fails a test that takes more than `LIMIT_S`: it is made quick, or marked.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, settings
+
+NOT_FAST = ("slow", "long", "dist", "crash", "bench", "server")
+BY_FOLDER = {
+    "tests/bench": "bench",
+    "tests/crash": "crash",
+    "tests/dist": "dist",
+    "integration/data": "server",
+    "integration/policy": "bench",
+    "integration/powercut": "crash",
+    "integration/s3": "server",
+}
+BY_FIXTURE = {"proxy": "server", "weed": "server"}
+LIMIT_S = 1.0
+
+# By default the same examples every time, so that a change is judged by the change and not by
+# luck. `HYPOTHESIS_PROFILE=search pytest tests` looks for new ones.
+PATIENT: dict[str, Any] = {  # a busy machine is no reason to fail
+    "deadline": None,
+    "suppress_health_check": [HealthCheck.too_slow],
+    "print_blob": True,
+}
+settings.register_profile("same", derandomize=True, database=None, **PATIENT)
+settings.register_profile("search", **PATIENT)
+settings.register_profile("fast", settings.get_profile("same"), max_examples=10)
+
+_started = pytest.StashKey[float]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add `--fast`."""
+    parser.addoption(
+        "--fast",
+        action="store_true",
+        help=f"leave out {', '.join(NOT_FAST)}; fail what takes more than {LIMIT_S:g} s",
+    )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Choose how many examples of a property are tried, before any module of tests is read."""
+    lane = "fast" if config.option.fast else "same"
+    settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", lane))
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are chosen by their markers
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Mark each test by the rules; in the fast lane, leave those out that are marked."""
+    for item in items:
+        for marker in _markers(item, config.rootpath):
+            item.add_marker(marker)
+    if config.option.fast:
+        left_out = [item for item in items if any(map(item.get_closest_marker, NOT_FAST))]
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item not in set(left_out)]
+
+
+def _markers(item: pytest.Item, root: Path) -> set[str]:
+    place = item.path.relative_to(root).as_posix()
+    folders = {marker for folder, marker in BY_FOLDER.items() if place.startswith(folder + "/")}
+    fixtures = getattr(item, "fixturenames", ())
+    return folders | {marker for name, marker in BY_FIXTURE.items() if name in fixtures}
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    """Note when a test began."""
+    item.stash[_started] = _own_s()
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Fail what took too long for the fast lane, with its set-up, although it passed."""
+    report = yield
+    if item.config.option.fast and call.when == "call" and report.passed:
+        took_s = _own_s() - item.stash[_started]
+        if took_s > LIMIT_S:
+            report.outcome = "failed"
+            report.longrepr = (
+                f"{item.nodeid} took {took_s:.1f} s, and at most {LIMIT_S:g} s is quick: "
+                "make it quicker, or mark it slow"
+            )
+    return report
+
+
+def _own_s() -> float:
+    """Return the time, less what this thread has waited for a core: others may be busy."""
+    try:
+        waited_ns = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
+    except OSError:
+        waited_ns = 0
+    return time.monotonic() - waited_ns / 1e9
