@@ -27,7 +27,11 @@ BY_FOLDER = {
     "integration/powercut": "crash",
     "integration/s3": "server",
 }
-BY_FIXTURE = {"proxy": "server", "weed": "server"}
+BY_FIXTURE = {
+    "ended": "slow",  # scripts, each to its end
+    "proxy": "server",
+    "weed": "server",
+}
 LIMIT_S = 1.0
 
 # By default the same examples every time, so that a change is judged by the change and not by

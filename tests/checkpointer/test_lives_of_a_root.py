@@ -394,6 +394,7 @@ def play(seed, folder):
     return life
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("_quiet")
 def test_whatever_happens_to_a_root_a_user_finds_what_was_saved_last(tmp_path):
     seeds = [int(os.environ["LIFE"])] if "LIFE" in os.environ else range(LIVES)

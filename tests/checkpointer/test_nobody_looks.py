@@ -5,6 +5,7 @@ import subprocess
 import sys
 import textwrap
 
+import pytest
 import torch
 
 from dcp_checkfreq import Checkpointer
@@ -31,6 +32,7 @@ def test_it_is_told_once(caplog):
     assert caplog.text.count("step 1 was not saved") == 1
 
 
+@pytest.mark.slow
 def test_a_script_that_never_closes_does_not_end_in_silence(tmp_path):
     code = textwrap.dedent(
         f"""
@@ -49,6 +51,7 @@ def test_a_script_that_never_closes_does_not_end_in_silence(tmp_path):
     assert "No space left" in said
 
 
+@pytest.mark.slow
 def test_a_script_that_never_closes_still_publishes_its_last_save(tmp_path):
     from dcp_checkfreq import find_latest_valid
 

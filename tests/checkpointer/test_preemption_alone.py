@@ -283,6 +283,7 @@ def ends(body):
     return done.returncode, done.stdout
 
 
+@pytest.mark.slow
 def test_a_process_that_takes_no_step_dies_by_the_signal_at_the_deadline():
     code, said = ends("""
         watch.start()
@@ -293,6 +294,7 @@ def test_a_process_that_takes_no_step_dies_by_the_signal_at_the_deadline():
     assert "no step took up the order to stop within 0.3 s" in said
 
 
+@pytest.mark.slow
 def test_a_process_that_is_stuck_outside_of_the_interpreter_ends_too():
     code, said = ends("""
         watch.start()
@@ -303,6 +305,7 @@ def test_a_process_that_is_stuck_outside_of_the_interpreter_ends_too():
     assert "no step took up" in said
 
 
+@pytest.mark.slow
 def test_closed_by_another_thread_the_signal_does_what_it_did_before():
     code, said = ends("""
         watch.start()
@@ -316,6 +319,7 @@ def test_closed_by_another_thread_the_signal_does_what_it_did_before():
     assert said == ""
 
 
+@pytest.mark.slow
 def test_a_forked_worker_dies_by_the_signal_and_does_not_stop_the_job():
     code, said = ends("""
         watch.start()
@@ -515,6 +519,7 @@ def test_a_store_that_hangs_holds_up_no_step_for_long(caplog):
         assert not server.check(["key/passed/1"]), "a step that does not count was not told"
 
 
+@pytest.mark.slow
 def test_a_rank_that_has_told_its_step_waits_for_the_decision():
     server = dist.HashStore()
     hanging = Stalling(server, after="key/passed/1")
@@ -533,6 +538,7 @@ def test_a_rank_that_has_told_its_step_waits_for_the_decision():
         assert ranks.watches[1].stop_at == 5, "known before the step passes"
 
 
+@pytest.mark.slow
 def test_a_store_that_hangs_for_ever_holds_up_a_step_until_the_deadline(caplog):
     server, handled = dist.HashStore(), []
     hanging = Stalling(server, after="key/passed/1")

@@ -203,6 +203,7 @@ def test_a_job_in_a_thread_is_told_to_stop_by_a_call(ended):
     assert "stopped True 0" in said
 
 
+@pytest.mark.slow
 def test_a_dropped_checkpointer_is_collected_at_once_with_all_it_had():
     before = set(threading.enumerate())
     handlers = [signal.getsignal(one) for one in (signal.SIGTERM, signal.SIGUSR1)]
@@ -276,6 +277,7 @@ for fd in users:
 """
 
 
+@pytest.mark.slow
 def test_files_of_the_user_that_have_taken_the_numbers_of_closed_ones_are_let_be(tmp_path):
     done = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", CLOSES_ALL, str(tmp_path)],

@@ -25,6 +25,7 @@ from dcp_checkfreq.staging import upload
 from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier
 
+pytestmark = pytest.mark.slow
 TIMEOUT_S = 1.5
 SOON_S = 12.0  # on a busy machine
 

@@ -13,7 +13,8 @@ from dcp_checkfreq.testing import ManualClock, MemoryTier
 
 LATE_S = 1e6  # by the clock of whoever cleans, everything there is old
 FOLDER = names.step_folder(2)
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+in_threads = pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+pytestmark = [in_threads, pytest.mark.slow]
 
 
 def save(value, *, step=2, **options):

@@ -22,7 +22,8 @@ from dcp_checkfreq.recovery.clean import KnownSteps, clean_root, delete_step
 from dcp_checkfreq.testing import ManualClock, MemoryTier
 
 # An interrupt in a finalizer goes nowhere; what it should have done is then done by others.
-pytestmark = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+unraised = pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+pytestmark = [unraised, pytest.mark.slow]
 
 PACKAGE = os.path.dirname(dcp_checkfreq.__file__) + "/"
 EVERY = int(os.environ.get("INTERRUPT_EVERY", "9"))

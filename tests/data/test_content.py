@@ -88,6 +88,7 @@ def test_a_ring_ends():
     assert digest_of(ring) == digest_of(ring)
 
 
+@pytest.mark.slow
 def test_it_is_the_same_in_a_process_that_hashes_otherwise():
     code = (
         "import torch; from dcp_checkfreq.data.wrap.content import digest_of\n"

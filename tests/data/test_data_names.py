@@ -38,6 +38,7 @@ def test_a_name_that_is_not_there_is_an_attribute_error():
         data.ResumeableLoader  # noqa: B018
 
 
+@pytest.mark.slow
 def test_importing_it_imports_nothing_heavy():
     code = (
         "import sys, dcp_checkfreq.data; dcp_checkfreq.data.__all__;"
@@ -69,6 +70,7 @@ print(loader.samples, hash(tuple(torch.stack(first).flatten().tolist())))
 """
 
 
+@pytest.mark.slow
 def test_without_numpy_the_batches_are_the_same():
     with_it = WITHOUT_NUMPY.replace('sys.modules["numpy"] = None', "")
     assert run(WITHOUT_NUMPY) == run(with_it)

@@ -231,6 +231,7 @@ def test_an_unknown_class_is_an_error_that_names_it(tmp_path):
     assert find_latest_valid(tmp_path) is None
 
 
+@pytest.mark.slow
 def test_six_tensor_properties_of_a_later_torch_are_read(tmp_path):
     """A later torch pickles a sixth field; the writer here is a process that does so too."""
     code = textwrap.dedent(

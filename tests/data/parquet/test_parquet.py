@@ -57,6 +57,7 @@ def once(found, rows=ROWS):
 # --- exactly once ---
 
 
+@pytest.mark.slow
 def test_in_any_elastic_history_every_row_counts_once(tmp_path):
     rng = random.Random(0)
     for case in range(40):
@@ -130,6 +131,7 @@ def test_cut_after_any_batch_the_next_one_is_the_one_that_would_have_come(tmp_pa
         assert next(iter(again))["id"].tolist() == batch
 
 
+@pytest.mark.slow
 def test_workers_may_be_spawned(source):
     options = {"num_workers": 1, "multiprocessing_context": "spawn"}
     loader = ResumableParquetLoader(source, 60, transform=draws, collate_fn=list, **options)

@@ -58,6 +58,7 @@ def once(found, count=COUNT):
 # --- exactly once ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("layout", sorted(LAYOUTS))
 def test_in_any_elastic_history_every_sample_counts_once(tmp_path, layout):
     rng = random.Random(layout)
@@ -110,6 +111,7 @@ def test_what_was_read_ahead_is_not_counted(source, workers, ahead):
     assert once(first + take(again))
 
 
+@pytest.mark.slow
 def test_workers_may_be_spawned(tmp_path):
     source = source_of(tmp_path, "jsonl")
     options = {"num_workers": 1, "multiprocessing_context": "spawn"}
