@@ -76,6 +76,7 @@ def test_saving_changes_nothing_of_the_training(root, late, name):
         assert torch.equal(ours, theirs)
 
 
+@pytest.mark.slow
 def test_a_save_at_every_step_with_copies_at_full_speed_is_never_torn(root):
     recipe = RECIPES["everything"]()
     wanted = {}

@@ -65,6 +65,7 @@ dcp.async_save(state, storage_writer=writer).upload_completion.result()
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", SCRIPTS.values(), ids=SCRIPTS.keys())
 def test_no_warning_comes_out_of_our_own_calls(tmp_path, script):
     ended = subprocess.run(

@@ -31,6 +31,7 @@ HERE = pathlib.Path(__file__).parent
 WHERE = "/runs/step_7"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="asks /proc for memory")
 def test_any_bytes_are_taken_or_refused_by_name_soon_and_in_little_memory():
     seconds = os.environ.get("DCP_CHECKFREQ_FUZZ_S")

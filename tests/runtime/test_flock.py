@@ -71,6 +71,7 @@ def test_a_forked_child_does_not_keep_what_its_parent_holds(path):
             os.close(fd)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:.*multi-threaded.*:DeprecationWarning")  # Python 3.12
 def test_forks_while_other_threads_open_and_close_leave_nothing_locked(path):
     stop = threading.Event()

@@ -156,6 +156,7 @@ print("alive", len(ends))
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("script", [UNMAPPED, RACE], ids=["unmapped", "race"])
 def test_memory_that_goes_while_it_is_read_does_not_end_the_process(script):
     ended = subprocess.run(

@@ -164,6 +164,7 @@ def test_the_next_snapshot_waits_until_the_one_before_is_written_out(reuse, plan
         assert values(root.child("step_2")) == (2.0, 2)
 
 
+@pytest.mark.slow
 def test_many_background_saves_keep_their_own_values_in_one_buffer():
     root, weight = MemoryTier(), torch.zeros(1000)
     futures = []
