@@ -184,6 +184,7 @@ def disturb():
         random.random(), np.random.rand(), torch.rand(())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", LOADERS)
 def test_what_is_cut_in_any_epoch_goes_on_as_if_nothing_had_been(name):
     whole = ResumableIterator(LOADERS[name](), seed=3)

@@ -61,6 +61,7 @@ def stream(**options):
     return DataLoader(Shuffled(), batch_size=4, collate_fn=as_lists, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [shuffling_loader, stream])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_replayed_epoch_goes_on_with_the_same_shuffle_and_the_same_numbers(make, workers):

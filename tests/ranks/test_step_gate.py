@@ -86,6 +86,7 @@ def test_no_step_ever_passes_between_a_hold_and_its_release(frequent_switches, p
     assert gate._holds == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_ranks_that_meet_at_their_gates_all_act_at_the_same_step(frequent_switches, pool, seed):
     """What `Saver` does, with threads as ranks: hold, exchange, act at the first step after all."""

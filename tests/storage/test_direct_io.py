@@ -72,6 +72,7 @@ def test_background_saves_round_trip_on_every_file_system(folder):
     assert same(load(state, folder / "step_2"), state)
 
 
+@pytest.mark.slow
 def test_ten_thousand_small_tensors_take_few_calls(tmp_path, monkeypatch):
     state = {f"layer{n}.w": torch.full((8,), float(n)) for n in range(10_000)}
     calls = []

@@ -214,6 +214,7 @@ def test_credentials_in_an_endpoint_are_refused_and_not_shown(outer, caplog):
     assert "SEKRET" not in str(caught.value) + repr(tier) + caplog.text
 
 
+@pytest.mark.slow
 def test_importing_the_package_imports_no_client():
     code = (
         "import sys, dcp_checkfreq.storage.open, dcp_checkfreq.dcp.writer\n"
