@@ -1,6 +1,7 @@
 """Imports point down the levels, rules stay pure; time, ranks, private names have one home."""
 
 import ast
+import functools
 import pathlib
 import sys
 
@@ -104,7 +105,12 @@ def module_names():
 MODULES = list(module_names())
 
 
+@functools.cache
 def tree_of(name):
+    return parsed(name)
+
+
+def parsed(name):
     return ast.parse((PACKAGE / f"{name}.py").read_text(encoding="utf-8"))
 
 
@@ -120,8 +126,8 @@ def imports_of(name, at_run_time=False):
 
     At run time: without what is imported for types only.
     """
-    tree = tree_of(name)
-    for node in ast.walk(WithoutTypes().visit(tree) if at_run_time else tree):
+    tree = WithoutTypes().visit(parsed(name)) if at_run_time else tree_of(name)
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
