@@ -159,7 +159,7 @@ class AppState:
         }
 
     def share_groups(self, of_all_ranks: Mapping[str, list[list[str]]]) -> None:
-        """Hear what `group_names` returns on all ranks together."""
+        """Take what `group_names` returns on all ranks together."""
         for name, groups in of_all_ranks.items():
             part = self._part(name) if name in self._parts else None
             if isinstance(part, OptimizerPart):
@@ -195,7 +195,7 @@ class AppState:
         return [[name, *self._part(name).describe()] for name in self._parts]
 
     def restoration(self, metadata: Metadata, where: str, selection: Selection) -> Restoration:
-        """Return what has to be loaded of a checkpoint, and how it gets into the live parts.
+        """Return the restoration of a checkpoint: what to load, and the way into the live parts.
 
         Raises:
             StateMismatch: the checkpoint and the parts do not fit. Nothing was touched.

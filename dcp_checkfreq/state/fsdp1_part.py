@@ -1,8 +1,8 @@
 """Modules and optimizers under `FullyShardedDataParallel`: torch is asked for their state dicts.
 
-FSDP1 keeps flat parameters; only torch knows how to cut them apart. So states are those of
-`get_model_state_dict` and `get_optimizer_state_dict`, and go back by their counterparts. Torch
-makes the state of a fresh optimizer by a `step` without gradients before it loads one.
+FSDP1 keeps flat parameters, and only torch knows how to cut them apart. So states come from
+`get_model_state_dict` and `get_optimizer_state_dict`, and their counterparts put them back. Before
+torch loads the state of a fresh optimizer it makes one by a `step` without gradients.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Fsdp1ModulePart:
         self.no_replicas: dict[str, str] = {}  # see `ModulePart.no_replicas`
 
     def capture(self) -> dict[str, Any]:
-        """Return what torch makes of it, with what DCP would take apart packed."""
+        """Return torch's state dict of it. Values that DCP would take apart are packed."""
         own: dict[str, Any] = get_model_state_dict(self.module)
         named = {without_wrappers(name) for name, _ in self.module.named_parameters()}
         for key, value in own.items():
@@ -75,7 +75,7 @@ class Fsdp1ModulePart:
         leaves: list[tuple[Path, WantedTensor | WantedValue]] = []
         misfits = []
         for fqn, live in self.capture().items():
-            saved_leaves = lookup.find(self.name, fqn)
+            saved_leaves = lookup.claim(self.name, fqn)
             if not saved_leaves:
                 found.missing.append(f"{self.name}.{fqn}")
             for leaf in saved_leaves:
@@ -133,7 +133,7 @@ class Fsdp1OptimizerPart:
         self._owner = torch.nn.ModuleDict(holders) if first is None else first
 
     def capture(self) -> dict[str, Any]:
-        """Return what torch makes of it; nothing of one that was never stepped."""
+        """Return torch's state dict of it; an empty one if it was never stepped."""
         if not self.optimizer.state:
             return {"state": {}, "param_groups": []}
         return dict(get_optimizer_state_dict(self._owner, self.optimizer))
@@ -180,7 +180,7 @@ class Fsdp1Fill:
         self.claimed = {one.leaf.key for _, one in leaves}
 
     def check(self) -> None:
-        """Torch does, when it loads."""
+        """Nothing to do: torch checks when it loads."""
 
     may_fail = True
 

@@ -10,7 +10,7 @@ from dcp_checkfreq.format.torch_private import is_initialised
 def initialised_in(optimizer: Optimizer) -> list[Optimizer]:
     """Return an optimizer, or those that it hands its calls to, that can have hooks.
 
-    None if it was made by hand altogether: of its steps nobody hears.
+    An empty list if it calls no `Optimizer.__init__` anywhere: its steps call no hooks.
     """
     found: dict[int, Optimizer] = {}
     seen: set[int] = set()

@@ -54,7 +54,7 @@ class ModuleFill:
         self._name, self._module, self._own, self._where = name, module, own, where
         self.differences = Differences()
         self.claimed: set[str] = set()
-        self._fqns: dict[str, str] = {}  # of what is loaded, by key
+        self._fqns: dict[str, str] = {}  # of the keys that are loaded, by key
         self._cast: set[str] = set()
         self._tensors: dict[str, WantedTensor] = {}
         self._shards: dict[str, WantedShards] = {}
@@ -68,7 +68,7 @@ class ModuleFill:
     def want_buffer(
         self, key: str, fqn: str, buffer: AbsentBuffer, leaves: list[Leaf], wanted: Wanted
     ) -> list[str]:
-        """Have a buffer loaded that is None now; return what does not fit."""
+        """Ask for a buffer that is None now; return what does not fit."""
         name = f"{self._name}.{fqn}"
         (leaf,) = leaves if len(leaves) == 1 else (None,)
         if leaf is not None and leaf.is_tensor and len(leaf.path) == 1:
@@ -82,13 +82,13 @@ class ModuleFill:
         return []
 
     def want(self, key: str, fqn: str, live: Any, leaves: list[Leaf], wanted: Wanted) -> list[str]:
-        """Have a key loaded; return what does not fit."""
+        """Ask for a key; return what does not fit."""
         self._fqns[key] = fqn
         self.claimed.update(leaf.key for leaf in leaves)
         name = f"{self._name}.{fqn}"
         is_value = not isinstance(live, torch.Tensor)
         if key.rpartition(".")[2] == _EXTRA_STATE or is_value:
-            # Whatever it is now: it is of any kind, and of a size of its own.
+            # The saved value counts, of whatever kind and size the live one is.
             self._values[key] = [(leaf, wanted.either(leaf)) for leaf in leaves]
             return []
         if is_odd_tensor(live):
@@ -126,7 +126,7 @@ class ModuleFill:
         return []
 
     def check(self) -> None:
-        """Compare what was loaded with wrappers, and with tensors whose elements share memory.
+        """Check what was loaded against live wrappers, and tensors whose elements share memory.
 
         Raises:
             StateMismatch: it does not fit.
@@ -164,7 +164,7 @@ class ModuleFill:
 
     @torch.no_grad()
     def keep(self) -> Undo:
-        """Copy what is there now to the host."""
+        """Copy the present state to the host."""
         own = self._module.state_dict()
         themselves = self._themselves(own)
         odd = {key: cloned(value) for key, value in own.items() if is_odd_tensor(value)}
@@ -240,7 +240,7 @@ class ModuleFill:
         try:
             if self.differences.missing or is_trusted(type(module).load_state_dict):
                 # Not strict: wrappers are in their places already, and hooks of `state_dict` may
-                # leave out what is not to be saved. What is missing here is looked at below.
+                # leave out keys that are not saved. `_check_keys` looks at what is missing.
                 self._check_keys(module.load_state_dict(state, strict=False), own)
             else:
                 module.load_state_dict(state)
@@ -303,7 +303,7 @@ class ModuleFill:
 
 
 def _as_input(wanted: WantedTensor, live: torch.Tensor) -> torch.Tensor:
-    """Return what `load_state_dict` shall copy. A shard is put into its place right away."""
+    """Return what `load_state_dict` has to copy. A shard is copied into its place here."""
     if not isinstance(live, DTensor):
         return wanted.tensor
     live.to_local().copy_(wanted.tensor)

@@ -129,13 +129,13 @@ class ModulePart:
         fill = ModuleFill(self.name, self.module, own, saved.where)
         misfits: list[str] = []
         for key, live in own.items():
-            leaves = lookup.find(self.name, self._fqns[key])
+            leaves = lookup.claim(self.name, self._fqns[key])
             if leaves:
                 misfits += fill.want(key, self._fqns[key], live, leaves, wanted)
             elif not (isinstance(live, torch.Tensor) and is_lazy(live)):
                 fill.differences.missing.append(f"{self.name}.{self._fqns[key]}")
         for key, buffer in absent_buffers(self.module).items():
-            leaves = lookup.find(self.name, fqn_of(self.module, key)) if key not in own else []
+            leaves = lookup.claim(self.name, fqn_of(self.module, key)) if key not in own else []
             if leaves:
                 misfits += fill.want_buffer(key, fqn_of(self.module, key), buffer, leaves, wanted)
         if misfits:

@@ -43,13 +43,13 @@ def _without_repeats(tensor: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def fits_expanded(saved: torch.Tensor, live: torch.Tensor) -> bool:
-    """Tell whether what was saved has the same values where an expanded tensor must have them."""
+    """Tell whether saved values are equal wherever elements of an expanded tensor share memory."""
     return is_same(_without_repeats(saved, live).expand(saved.shape), saved)
 
 
 @torch.no_grad()
 def copy_into_expanded(live: torch.Tensor, saved: torch.Tensor) -> None:
-    """Copy into an expanded tensor what fits."""
+    """Copy values that fit (`fits_expanded`) into an expanded tensor."""
     _without_repeats(live, live).copy_(_without_repeats(saved, live))
 
 
@@ -86,15 +86,15 @@ class AbsentBuffer:
     name: str
 
     def make(self, kept: torch.Tensor, device: torch.device) -> None:
-        """Let there be one like ``kept``."""
+        """Make it a new tensor like ``kept``."""
         self.hold(torch.empty_like(kept, device=device))
 
     def hold(self, tensor: torch.Tensor) -> None:
-        """Let it be a tensor."""
+        """Make it this tensor."""
         self.owner._buffers[self.name] = tensor
 
     def take_away(self) -> None:
-        """Let it be None again."""
+        """Make it None again."""
         self.owner._buffers[self.name] = None
 
 

@@ -65,7 +65,7 @@ def fqn_of(root: nn.Module, key: str) -> str:
 
 
 def fqns_of(root: nn.Module, keys: Iterable[str]) -> dict[str, str]:
-    """Return the FQN of every key; two that come to the same keep what they are called."""
+    """Return the FQN of every key. Keys that would get the same FQN keep their own names."""
     found = {key: fqn_of(root, key) for key in keys}
     if len(set(found.values())) < len(found):
         taken: dict[str, list[str]] = {}
@@ -81,7 +81,7 @@ def without_wrappers(name: str) -> str:
 
 
 def by_name_without_wrappers(names: Iterable[str]) -> Mapping[str, str]:
-    """Return names by what is left of them without wrappers, where that tells them apart."""
+    """Return names by their form without wrappers, of those that still differ in it."""
     found: dict[str, str | None] = {}
     for name in names:
         bare = without_wrappers(name)
@@ -92,7 +92,7 @@ def by_name_without_wrappers(names: Iterable[str]) -> Mapping[str, str]:
 def why_nameless(
     parameters: Iterable[torch.Tensor], named: Mapping[int, str], modules: Mapping[str, nn.Module]
 ) -> str:
-    """Return what is to be said of an optimizer's parameters that are in no module.
+    """Return the text of an error about parameters of an optimizer that are in no module.
 
     Args:
         parameters: of the optimizer, in order.

@@ -17,7 +17,7 @@ _LONGEST_TEXT = 200
 
 
 class OddFill:
-    """Restores one such tensor, as what it was saved as.
+    """Restores one such tensor.
 
     Args:
         name: of it, for errors.
@@ -38,7 +38,7 @@ class OddFill:
 
     @staticmethod
     def is_saved(leaves: list[Leaf]) -> bool:
-        """Tell whether what was saved may be such a tensor."""
+        """Tell whether the saved leaves may be such a tensor."""
         return {one for leaf in leaves for one in leaf.path[1:2]} == {TREE, TENSORS}
 
     def assemble(self, where: str, make: Make) -> list[str]:
@@ -87,7 +87,7 @@ def copy_odd(live: torch.Tensor, saved: torch.Tensor) -> None:
 
 
 def _form(tensor: torch.Tensor) -> tuple[object, ...]:
-    """Return all that cannot change in a live tensor: of some more than what is said of it."""
+    """Return all that cannot change in a live tensor, which may be more than `_described` says."""
     form: tuple[object, ...] = (tensor.layout, tensor.dtype, tensor.is_nested)
     if tensor.is_nested and tensor.layout is not torch.strided:
         _, values, offsets, lengths, ragged = taken_apart(tensor) or ()

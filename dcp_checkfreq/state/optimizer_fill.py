@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from dcp_checkfreq.state.optimizer_part import OptimizerPart
 
 STATE, GROUPS, PARAMS = "state", "param_groups", "params"
-OF_NO_PARAMETER = "state_of_no_parameter"  # what an optimizer keeps under names of its own
-_PARAM_NAMES = "param_names"  # what torch calls them itself, if it was given names
+OF_NO_PARAMETER = "state_of_no_parameter"  # state that is not under the name of a parameter
+_PARAM_NAMES = "param_names"  # the names that torch was given for them, if any
 
 # A loaded leaf of the state of one parameter: its path below the parameter.
 _Leaves = list[tuple[Path, WantedTensor | WantedValue]]
@@ -60,7 +60,7 @@ class OptimizerFill:
         self._made: dict[str, Any] = {}  # state, by FQN
         self._local_names = [fqns[id(one)] for one in part.local_parameters()]
         for parameter, fqn in zip(part.local_parameters(), self._local_names, strict=True):
-            leaves = lookup.find(part.name, fqn)
+            leaves = lookup.claim(part.name, fqn)
             if leaves:
                 self.claimed.update(leaf.key for leaf in leaves)
                 live = part.local.state.get(parameter)
@@ -160,7 +160,7 @@ class OptimizerFill:
 
     @property
     def may_fail(self) -> bool:
-        """Whether code of the user's runs."""
+        """Whether code of the user runs."""
         optimizer = self._part.local
         code = [type(optimizer).load_state_dict, type(optimizer).__setstate__]
         return any(not is_trusted(one) for one in (*code, *load_hooks_of(optimizer)))
@@ -177,7 +177,7 @@ class OptimizerFill:
 
     @torch.no_grad()
     def put(self) -> None:
-        """Load the state dict into the optimizer, and undo what torch casts."""
+        """Load the state dict into the optimizer, and undo the casts of torch."""
         part, local = self._part, self._part.local
         own = local.state_dict()
         numbers = [number for group in own[GROUPS] for number in group[PARAMS]]

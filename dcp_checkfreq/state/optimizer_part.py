@@ -124,7 +124,7 @@ class OptimizerPart:
         return [[fqns[id(one)] for one in group[PARAMS]] for group in self.optimizer.param_groups]
 
     def share_groups(self, of_all_ranks: list[list[str]]) -> None:
-        """Hear what all ranks have in their groups: each stage of a pipeline has its own."""
+        """Take the FQNs of all ranks in each group: each stage of a pipeline has its own."""
         self._of_all_ranks = of_all_ranks
 
     def _params(self, number: int, names: list[str]) -> list[str]:
@@ -176,11 +176,11 @@ class OptimizerPart:
         }
 
     def _kept(self, state: Any, parameter: torch.Tensor | None, name: str) -> Any:
-        """Return the state of one parameter with what DCP would take apart packed."""
+        """Return the state of one parameter. Values that DCP would take apart are packed."""
         if not isinstance(state, dict) or not state:  # of an empty one DCP would keep nothing
             return pack(state)
         kept = state
-        # None, as a rule, in jobs with very many.
+        # Most often there are none, and there may be very many parameters.
         if odd := [key for key, value in state.items() if not _is_usual(value)]:
             kept = dict(state)
             for key in odd:

@@ -20,10 +20,10 @@ _TRUSTED = ("torch",)
 class Fill(Protocol):
     """One part that is being restored: first all of it is loaded, then it is put in place."""
 
-    claimed: set[str]  # of the checkpoint, what this part has a place for
+    claimed: set[str]  # keys of the checkpoint that this part has a place for
 
     def check(self) -> None:
-        """Look at what was loaded; may add to the differences. Touches nothing.
+        """Compare what was loaded with the live part; may add to the differences. Changes nothing.
 
         Raises:
             StateMismatch: it does not fit.
@@ -32,18 +32,18 @@ class Fill(Protocol):
 
     @property
     def may_fail(self) -> bool:
-        """Whether `put` runs code that is neither torch's nor this module's."""
+        """Whether `put` runs code of the user."""
         ...
 
     def keep(self) -> Undo:
-        """Return how to put back what is there now."""
+        """Return a function that restores the present state of the live part."""
         ...
 
     def put(self) -> None:
-        """Put what was loaded into the live part, and make sure that it is there.
+        """Put what was loaded into the live part, and check that it arrived.
 
         Raises:
-            StateMismatch: something came out otherwise than it was saved.
+            StateMismatch: a value in the live part is not the saved one.
         """
         ...
 
@@ -64,7 +64,7 @@ class Part(Protocol):
         ...
 
     def fill(self, saved: SavedState, renames: Renames, wanted: Wanted) -> tuple[Fill, Differences]:
-        """Have loaded what was saved of this part.
+        """Ask for all that was saved of this part to be loaded.
 
         Raises:
             StateMismatch: something does not fit, whatever is allowed. Nothing was touched.

@@ -17,7 +17,7 @@ class PerRank:
 
     def __init__(self, value: Any) -> None:
         self.value = value
-        # What can tell more about one rank than about all of them does so from now on.
+        # An object that knows more about one rank than about all saves that, too, from now on.
         if callable(tell := getattr(value, "belong_to_rank", None)):
             tell()
 
@@ -27,7 +27,7 @@ class PerRank:
 
 @runtime_checkable
 class SplitsState(Protocol):
-    """A `Stateful` object that tells apart what all ranks have in common and what only one has.
+    """A `Stateful` object that separates what all ranks have in common from what only one has.
 
     The first is one for all ranks, as of any part; the second each rank keeps for itself.
     """
@@ -41,7 +41,7 @@ class SplitsState(Protocol):
         ...
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
         ...
 
 

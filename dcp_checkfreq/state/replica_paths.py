@@ -27,7 +27,7 @@ from dcp_checkfreq.state.saved import Path
 from dcp_checkfreq.state.tree import nested
 from dcp_checkfreq.state.value_digests import form_digest, value_digest
 
-MOST_PARTS = 5_000  # that one rank tells of; what is in further containers is told as one
+MOST_PARTS = 5_000  # that one rank lists; of further containers only the whole is listed
 _LONGEST_TEXT = 40
 _LONGEST_LIST = 1_000  # of simple values; a longer one is one part
 _SIMPLE = (int, str, float, bool, type(None), bytes, complex)
@@ -237,7 +237,7 @@ def _short_of_tensor(value: torch.Tensor) -> str:
 
 
 def _shorten(views: Iterable[View]) -> None:
-    """Drop what is deepest, where it is more than can be told."""
+    """Drop the deepest parts, where there are more than can be listed."""
     left = MOST_PARTS
     waiting, seen = deque(views), set[int]()
     while waiting:
@@ -256,7 +256,7 @@ def _compared(path: str, left: View, right: View) -> list[tuple[str, str, str]]:
     """Return the inner paths at which two views differ, with the texts of both."""
     found: list[tuple[str, str, str]] = []
     waiting = [(path, left, right)]
-    while waiting and len(found) < MOST_PARTS:  # what is in a value twice has many paths
+    while waiting and len(found) < MOST_PARTS:  # a value that is in there twice has many paths
         at, one, other = waiting.pop()
         if one.digest == other.digest:
             continue
@@ -269,6 +269,6 @@ def _compared(path: str, left: View, right: View) -> list[tuple[str, str, str]]:
         differing = [(at, a, b) for at, a, b in differing if a.digest != b.digest]
         if differing:
             waiting += reversed(differing)
-        else:  # in kind, or in the order of what is in it, or one has not been looked into
+        else:  # they differ in kind or in order, or one of them was not looked into
             found.append((at, one.text, other.text))
     return found

@@ -147,7 +147,7 @@ class Restoration:
         return Unexpected(found, list(self.left_out))
 
     def settle(self, unexpected: Unexpected) -> None:
-        """Hear what no rank has a place for.
+        """Take what no rank has a place for, as the differences that count.
 
         Raises:
             StateMismatch: there are differences, and none are allowed. Nothing was touched.
@@ -159,7 +159,7 @@ class Restoration:
             refuse(self._where, self.differences)
 
     def check(self) -> None:
-        """Look at what was loaded. Touches nothing.
+        """Compare what was loaded with the live parts. Changes nothing.
 
         Raises:
             StateMismatch: it does not fit.
@@ -168,7 +168,7 @@ class Restoration:
             fill.check()
 
     def put_where_it_may_fail(self, step: int) -> None:
-        """Restore the parts that have code of the user's in it, in the order of their names."""
+        """Restore the parts that run code of the user, in the order of their names."""
         for name, fill in self._fills.items():
             if isinstance(fill, AbsentFill):
                 fill.step = step
@@ -185,7 +185,7 @@ class Restoration:
 
     @contextlib.contextmanager
     def undone_if_it_fails(self) -> Iterator[None]:
-        """Do the body, which restores parts, or put back what was there before."""
+        """Run the body, which restores parts; if it fails, put back what was there before."""
         try:
             yield
         except BaseException:
@@ -193,9 +193,9 @@ class Restoration:
             raise
 
     def _put_back(self) -> None:
-        """Put back what was there before, of all parts that were to be restored so far.
+        """Put back the state before, of all parts that were restored so far.
 
-        Raises nothing: the error that has led here is on its way, on all ranks alike.
+        Raises nothing: the error that has led here is already being raised, on all ranks alike.
         """
         for name, undo in reversed(self._undo.items()):
             try:

@@ -92,7 +92,7 @@ class Renames:
 
 
 class Lookup:
-    """Finds the leaves that were saved of what is here now, under today's or older names.
+    """Finds the saved leaves of what is here now, under today's or older names.
 
     Args:
         saved: the checkpoint.
@@ -117,7 +117,7 @@ class Lookup:
                     names.setdefault(str(leaf.path[depth]), []).append(leaf)
         return names
 
-    def find(self, part: str, name: str) -> list[Leaf]:
+    def claim(self, part: str, name: str) -> list[Leaf]:
         """Return the leaves of ``name`` of a part, and claim them; none if it was not saved."""
         saved_part, saved_name = self._renames.saved_name(f"{part}.{name}")
         names = self._names(saved_part)
@@ -133,7 +133,7 @@ class Lookup:
         return found
 
     def unclaimed(self) -> list[Leaf]:
-        """Return what was saved besides all that was found, where something was looked for."""
+        """Return the leaves that `claim` has not returned, of the parts in which it has looked."""
         left: dict[str, Leaf] = {}
         for part, prefix in self._consulted:
             for name, leaves in self._names(part).items():
@@ -143,7 +143,7 @@ class Lookup:
 
 
 def _prefix(saved_name: str, name: str) -> str:
-    """Return what a rename has put before the rest of a name, which is the same in both."""
+    """Return what a saved name begins with, without the end that it shares with the name here."""
     ours, theirs = name.split("."), saved_name.split(".")
     while ours and theirs and ours[-1] == theirs[-1]:
         ours.pop()

@@ -1,7 +1,7 @@
 """State of a sharded parameter that is of another shape, or a wrapper: how it was sharded.
 
-A fresh optimizer has no state that could say it. Adafactor's statistics of rows and columns are
-DTensors of their own; 8-bit optimizers keep codes and scales.
+A fresh optimizer has no state from which this could be seen. Adafactor's statistics of rows and
+columns are DTensors of their own; 8-bit optimizers keep codes and scales.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def layouts_of(state: Mapping[Any, Any], parameter: torch.Tensor) -> _Said:
 
 
 def sharded_as_said(state: dict[Any, Any], said: _Said, parameter: torch.Tensor) -> dict[Any, Any]:
-    """Return state with DTensors in the place of what was loaded in whole."""
+    """Return state in which whole tensors are replaced by this rank's shards, as DTensors."""
     cuts = dict(said)
     return {
         name: _cut(value, cuts[name], parameter)
@@ -90,7 +90,7 @@ def _cut(value: torch.Tensor, cuts: tuple[int | None, ...], parameter: DTensor) 
 
 
 class StateWrapper:
-    """A wrapper in the state of a parameter, which is put together anew.
+    """A wrapper in the state of a parameter. It is always made anew.
 
     Args:
         leaves: of it, as they were saved.
@@ -109,7 +109,7 @@ class StateWrapper:
         )
         self._parameter = parameter
         self._is_sharded = isinstance(parameter, DTensor)
-        # Of what was saved in one piece nobody can tell what belongs to which rows, but its class.
+        # Of a wrapper that was saved in one piece only its class knows what belongs to which rows.
         several = any(leaf.is_tensor and len(leaf.kept.chunks) > 1 for leaf in leaves)  # type: ignore[union-attr]
         self._is_whole = self._is_sharded and not several and not parts
         self._loaded: list[tuple[tuple[str, ...], WantedTensor | WantedValue]] = []
@@ -143,7 +143,7 @@ class StateWrapper:
         return boxed(room, layout)
 
     def made(self, kinds: Kinds, where: str, key: str) -> torch.Tensor:
-        """Put it together of what was loaded.
+        """Return the wrapper, made of what was loaded.
 
         Raises:
             StateMismatch: that cannot be done.

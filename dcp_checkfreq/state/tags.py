@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 _MOST_COLLIDING = 64
-# What makers raise for what is none of their kind.
+# What makers raise for a value of another kind.
 _NONE = (ValueError, TypeError, LookupError, ArithmeticError, AttributeError, RuntimeError)
 
 
@@ -16,11 +16,11 @@ class Malformed(ValueError):
 
 
 class NotHere(Malformed):
-    """A packed value of a class of the user's that this process has not, or has otherwise."""
+    """A packed value of a user's class that is missing here, or is another one."""
 
 
 class Room:
-    """Stands for a tensor that is not loaded yet, and for what is made of one."""
+    """Stands for a tensor that is not loaded yet, and for a value that is made of one."""
 
 
 def refuse_collisions(keys: Sequence[Any]) -> None:

@@ -36,9 +36,9 @@ def survives(value: Any) -> bool:
 
 @contextlib.contextmanager
 def kept_from_torch(optimizer: Optimizer) -> Iterator[None]:
-    """Let torch see None in the place of what it would break; the values have to be put back.
+    """Show torch None in the place of each value that it would break; `put_right` puts them back.
 
-    Code of the user's that runs before torch's, and calls it, sees the values.
+    Code of the user that runs before torch's sees the values.
     """
     with contextlib.ExitStack() as hooks:
         for one in initialised_in(optimizer):
@@ -57,7 +57,7 @@ def _without(_: Optimizer, state_dict: dict[str, Any]) -> dict[str, Any]:
 
 
 def put_right(live: Any, loaded: Any, parameter: torch.Tensor) -> list[str]:
-    """Replace what torch has changed in the live state of a parameter; return what cannot be."""
+    """Undo what torch has changed in the live state of a parameter; return what is still wrong."""
     if not isinstance(loaded, dict):
         return [] if _is_as_loaded(live, loaded) else ["state"]
     if not isinstance(live, dict):

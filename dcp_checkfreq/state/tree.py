@@ -1,4 +1,4 @@
-"""Nested dicts and lists, put together from the paths of what is in them."""
+"""Nested dicts and lists, put together from the paths of their values."""
 
 from __future__ import annotations
 

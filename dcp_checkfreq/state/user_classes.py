@@ -1,4 +1,4 @@
-"""Enums, named tuples and dataclasses of the user's own, without running code of theirs.
+"""Enums, named tuples and dataclasses of the user, without running their code.
 
 A class is looked up among the modules that are imported already, and nothing of it is called: a
 member of an enum is there, a named tuple is a tuple, a dataclass gets its fields put in place.

@@ -118,8 +118,8 @@ class ValuePart:
         if isinstance(self.value, SplitsState):  # it may have been saved with or without `PerRank`
             places = {self.name: self.name, **places}
         found = {
-            key: [*tree, *lookup.find(place, TENSORS)]
-            for key, place in places.items() if (tree := lookup.find(place, TREE))
+            key: [*tree, *lookup.claim(place, TENSORS)]
+            for key, place in places.items() if (tree := lookup.claim(place, TREE))
         }  # fmt: skip
         if not found:
             part = self._parts[self.name]
@@ -142,7 +142,7 @@ class ValuePart:
 
 
 def _whole(pieces: list[Any]) -> Any:
-    """Return one state: what all ranks have in common, and what this rank has besides."""
+    """Return one state: what all ranks have in common, and what belongs to this rank."""
     whole = pieces[0]
     for piece in pieces[1:]:
         if isinstance(whole, dict) and isinstance(piece, dict):
@@ -252,5 +252,5 @@ class AbsentFill:
         return lambda: value.load_state_dict(state)
 
     def put(self) -> None:
-        """Let it act on that."""
+        """Tell the part that the checkpoint has nothing for this rank."""
         self._part.absent(self._rank, self.step)

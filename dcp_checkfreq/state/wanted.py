@@ -34,7 +34,7 @@ class WantedTensor:
         leaf: that was saved.
         like: a tensor of the same shape that is sharded as this one shall be.
         name: of its place in the plan.
-        chunk: of it, if not that of ``like`` or all of it.
+        chunk: the part of it to load; default: the part that ``like`` has, or all.
 
     Attributes:
         device: to move it to when it is put in place; None: the host.
@@ -62,7 +62,7 @@ class WantedTensor:
         self.tensor = torch.empty(self._layout.local, dtype=kept.properties.dtype)
 
     def items(self) -> list[ReadItem]:
-        """Return what is to be read."""
+        """Return the items to be read."""
         chunks, here = self.kept.chunks, self._layout.boxes
         is_whole = len(here) == 1 and here[0].sizes == self.kept.size
         if is_whole and len(chunks) == 1 and chunks[0].sizes == self.kept.size:
@@ -177,11 +177,11 @@ class Wanted:
         return wanted
 
     def either(self, leaf: Leaf) -> WantedTensor | WantedValue:
-        """Have a leaf loaded as what it was saved as, in whole."""
+        """Ask for a whole leaf: a tensor, or a byte item."""
         return self.tensor(leaf) if leaf.is_tensor else self.value(leaf)
 
     def _free(self, key: str) -> str:
-        """Return a name: the key, or another one if that is wanted for somebody else already."""
+        """Return a name: the key, or another one if that is wanted already for another place."""
         name, number = key, 1
         while name in self.tensors or name in self.values:
             number += 1

@@ -67,7 +67,7 @@ class Kinds:
         if not self.knows(parts[RECORD]):
             raise StateMismatch(where, f"{key!r} was saved as a {record.kind}. {HOW_TO_KNOW}")
         wanted = record.size if size is None else size
-        if size is None and record.stride is None:  # in a shard: as long as what is in it
+        if size is None and record.stride is None:  # in a shard: as long as its inner tensors
             wanted = tuple(inner[record.names[0]].shape)
         kind: Any = self._known[record.kind]
         stride = record.stride
@@ -94,7 +94,7 @@ class Kinds:
 
 
 def _reshaped(context: Any, was: tuple[int, ...], now: tuple[int, ...]) -> Any:
-    """Return a context with the shape of this shard in the place of another one's."""
+    """Return a context in which the shape of another shard is replaced by that of this one."""
     if isinstance(context, (tuple, list)) and tuple(context) == was:
         return type(context)(now)
     if type(context) in (tuple, list):

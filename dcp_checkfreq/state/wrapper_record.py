@@ -1,4 +1,4 @@
-"""The record that is saved next to a wrapper's inner tensors: what they were wrapped in."""
+"""The record that is saved next to a wrapper's inner tensors: the wrapper without them."""
 
 from __future__ import annotations
 
@@ -90,7 +90,7 @@ def record_of(parts: Mapping[str, Any]) -> Record:
 
 
 def why_other(saved: Any, live: Mapping[str, Any], is_shard: bool) -> str:
-    """Return what differs between a saved record and what a live wrapper is; "" if nothing."""
+    """Return how a saved record and a live wrapper differ; "" if they do not."""
     was, now = Record(*saved), record_of(live)
     if was.kind.rpartition(".")[2] != now.kind.rpartition(".")[2]:
         return f"saved as {was.kind}, wanted {now.kind}"

@@ -64,7 +64,7 @@ def _shard_of(value: DTensor) -> Any:
 
 
 def stored(value: Any, key: str = "") -> Any:
-    """Return what DCP shall see of a tensor: itself, its boxes, or inner tensors in a dict.
+    """Return what DCP gets for a tensor: itself, its boxes, or inner tensors in a dict.
 
     Raises:
         UnsupportedState: it is not known where inner tensors of a shard belong.
@@ -164,7 +164,7 @@ def _stays_whole(wrapper: torch.Tensor, cuts: frozenset[int], name: str) -> bool
 
 
 def _after_slicing(wrapper: torch.Tensor, name: str) -> str:
-    """Ask the class what it makes of an inner tensor when rows are taken; "" if it does not say."""
+    """Return "whole" or "shorter": an inner tensor after rows were taken; "" if that is unclear."""
     rows = wrapper.shape[0]
     before = getattr(wrapper, name).shape
     for cut in dict.fromkeys((rows // 2, 1 << max((rows - 1).bit_length() - 1, 0))):
@@ -172,7 +172,7 @@ def _after_slicing(wrapper: torch.Tensor, name: str) -> str:
             continue
         try:
             after = getattr(wrapper[:cut], name).shape
-        except Exception:  # noqa: BLE001  what a class raises that cannot take rows at this place
+        except Exception:  # noqa: BLE001  a class that cannot take rows here may raise anything
             continue
         if after == before:
             return "whole"
