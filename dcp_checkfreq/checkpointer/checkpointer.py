@@ -10,7 +10,6 @@ from collections.abc import Collection, Iterable, Mapping, MutableMapping, Seque
 from types import TracebackType
 from typing import Any, Literal
 
-from dcp_checkfreq import options
 from dcp_checkfreq.checkpointer.dropped import Holdings
 from dcp_checkfreq.checkpointer.registered import Registered
 from dcp_checkfreq.checkpointer.restorer import Restored, Restorer
@@ -28,6 +27,7 @@ from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.step_gate import Gate, next_step
 from dcp_checkfreq.recovery.retention import Retention
 from dcp_checkfreq.recovery.scan import Depth
+from dcp_checkfreq.runtime import options
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
 from dcp_checkfreq.runtime.one_call import OneCall, one_at_a_time
 from dcp_checkfreq.runtime.outcome import report

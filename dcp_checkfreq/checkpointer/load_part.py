@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint.stateful import Stateful
 
-from dcp_checkfreq import options
 from dcp_checkfreq.dcp.reader import CheckFreqReader
 from dcp_checkfreq.dcp.wanted_planner import WantedPlanner
 from dcp_checkfreq.errors import BadLocation
+from dcp_checkfreq.runtime import options
 from dcp_checkfreq.state.app_state import AppState
 from dcp_checkfreq.state.differences import Differences
 from dcp_checkfreq.state.restoration import Selection

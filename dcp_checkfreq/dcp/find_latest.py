@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dcp_checkfreq import options
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.recovery.plan import Rejected, StepRecord
 from dcp_checkfreq.recovery.scan import Depth, check_digests, newest_whole
+from dcp_checkfreq.runtime import options
 from dcp_checkfreq.staging.local_disk import LocalFolder
 from dcp_checkfreq.staging.resume_upload import look as look_at_node
 from dcp_checkfreq.staging.staged_tier import StagedTier, StagingDir, staged_root

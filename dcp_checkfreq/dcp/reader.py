@@ -17,7 +17,6 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
-from dcp_checkfreq import options
 from dcp_checkfreq.dcp.boundary import tells_errors
 from dcp_checkfreq.dcp.item_reads import ItemRead, ItemReads
 from dcp_checkfreq.errors import (
@@ -33,6 +32,7 @@ from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.ranks.watchdog import Watchdog
 from dcp_checkfreq.recovery.files import content_of
+from dcp_checkfreq.runtime import options
 from dcp_checkfreq.runtime.clock import SystemClock
 from dcp_checkfreq.runtime.gc_paused import collector_held
 from dcp_checkfreq.shards.codec import finish_gpu_work

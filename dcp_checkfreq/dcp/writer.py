@@ -22,7 +22,6 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from dcp_checkfreq import options
 from dcp_checkfreq.commit.in_flight import InFlight, told
 from dcp_checkfreq.commit.one_at_a_time import Turn
 from dcp_checkfreq.commit.phases import Phase
@@ -36,11 +35,12 @@ from dcp_checkfreq.errors import (
 from dcp_checkfreq.format.envelope import Envelopes
 from dcp_checkfreq.format.value_checks import ValueChecks
 from dcp_checkfreq.ranks.watchdog import Watchdog
+from dcp_checkfreq.runtime import options
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
 from dcp_checkfreq.runtime.gc_paused import collector_held
 from dcp_checkfreq.runtime.gil_switch_interval import quick_switching
 from dcp_checkfreq.shards.codec import finish_gpu_work
-from dcp_checkfreq.shards.layout import RankReport, lay_out, report, resolve, value_of
+from dcp_checkfreq.shards.layout import RankReport, lay_out, lay_out_each, report, resolve, value_of
 from dcp_checkfreq.snapshot.optimizer_guard import guard_of
 from dcp_checkfreq.snapshot.stager import Stager
 from dcp_checkfreq.staging.staged_tier import (
@@ -108,6 +108,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         storage_options: Mapping[str, Any] | None = None,
         clock: Clock | None = None,
         _of_run: OfRun | None = None,  # of `Checkpointer`
+        _file_for_each: bool = False,  # item; of the drop-in
     ) -> None:
         options.check(options.WRITER, locals())
         super().__init__()
@@ -116,6 +117,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self._staging = (staging_dir, staging_bytes)
         self._tier = self._opened(path)
         self._threads = threads
+        self._file_for_each = _file_for_each
         self._allow_pickle = allow_pickle
         self._values = ValueChecks()
         self._overlap = tuple(overlap)
@@ -250,7 +252,11 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
                     items = resolve(plan, planner, _ENVELOPES, check)
                     if not self.stager.holds_a_snapshot:
                         finish_gpu_work(item.source for item in items)
-                    placements = lay_out(items, self._threads)
+                    placements = (
+                        lay_out_each(items)
+                        if self._file_for_each
+                        else lay_out(items, self._threads)
+                    )
                 signs = self.watchdog or self.in_flight.current
                 files = self.rank_save.write_files(items, placements, signs)
                 self.stager.check()

@@ -95,6 +95,11 @@ def load(data: bytes, where: str) -> tuple[Metadata, Record | None]:
     return metadata, record
 
 
+def is_ours(data: bytes) -> bool:
+    """Tell whether this package wrote it, whole or cut short, as far as there are signs of that."""
+    return ATTRIBUTE.encode() in data or data[-TRAILER_BYTES:].startswith(MAGIC)
+
+
 def _refuse_lost_chunks(metadata: Metadata, where: str) -> None:
     try:
         lost = lost_chunk(metadata)

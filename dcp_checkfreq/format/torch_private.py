@@ -11,6 +11,10 @@
 | `state_dict_saver._save_state_dict`, `state_dict_loader._load_state_dict` | `save` and \
 `load` warn in every job of one process, which is an error under `python -W error`; and no warning \
 can be silenced for one thread only |
+| `_async_thread_executor._ThreadBasedAsyncCheckpointExecutor`, \
+`_async_process_executor._ProcessBasedAsyncCheckpointExecutor` | nothing else hears of a save that \
+`async_save` starts, however a script came by that function |
+| `_fsspec_filesystem` | before torch 2.15 stock's classes for URLs have no other home |
 | `Module._load_state_dict_*_hooks`, and those of `Optimizer` | whether user code runs in a load |
 | `Tensor._version` | the only sign that a tensor was changed in place while it was being copied |
 
@@ -19,10 +23,17 @@ can be silenced for one thread only |
 
 from __future__ import annotations
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
+from torch.distributed.checkpoint._async_process_executor import (
+    _ProcessBasedAsyncCheckpointExecutor as ProcessExecutor,
+)
+from torch.distributed.checkpoint._async_thread_executor import (
+    _ThreadBasedAsyncCheckpointExecutor as ThreadExecutor,
+)
 from torch.distributed.checkpoint.filesystem import _StorageInfo as StorageInfo
 from torch.distributed.checkpoint.filesystem import _StoragePrefix as StoragePrefix
 from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as MemoryFormat
@@ -31,6 +42,7 @@ from torch.serialization import _get_layout as get_layout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import ModuleType
 
     from torch._C._distributed_c10d import ProcessGroup, Store
     from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
@@ -39,12 +51,16 @@ if TYPE_CHECKING:
 
 __all__ = [
     "MemoryFormat",
+    "ProcessExecutor",
     "StorageInfo",
     "StoragePrefix",
+    "ThreadExecutor",
     "dcp_load",
     "dcp_save",
     "default_store",
     "end_workers",
+    "fsspec_file_system",
+    "fsspec_storage",
     "get_default_store",
     "get_layout",
     "is_initialised",
@@ -69,6 +85,22 @@ def default_store() -> Store:
 def end_workers(loader: DataLoader[Any]) -> None:
     """Let a loader with persistent workers begin its next epoch with new ones."""
     loader._iterator = None
+
+
+def fsspec_storage() -> ModuleType:
+    """Return the module of stock's `FsspecWriter` and `FsspecReader`."""
+    home = "torch.distributed.checkpoint"
+    try:
+        return importlib.import_module(f"{home}.fsspec_filesystem")
+    except ModuleNotFoundError:
+        return importlib.import_module(f"{home}._fsspec_filesystem")  # in 2.15 it warns
+
+
+def fsspec_file_system() -> type:
+    """Return the class of their attribute ``fs``, which has the file system of fsspec as ``fs``."""
+    home = fsspec_storage()
+    found: type = getattr(home, "_FileSystem", None) or home.FileSystem
+    return found
 
 
 def dcp_save(

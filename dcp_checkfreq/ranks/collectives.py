@@ -23,7 +23,6 @@ import torch
 import torch.distributed as dist
 from torch.distributed.checkpoint.api import CheckpointException
 
-from dcp_checkfreq import options
 from dcp_checkfreq.errors import RankLost, UnsupportedOption
 from dcp_checkfreq.format.torch_private import default_store
 from dcp_checkfreq.ranks.dcp_errors import raise_of_dcp
@@ -45,6 +44,7 @@ from dcp_checkfreq.ranks.own_group import (
 )
 from dcp_checkfreq.ranks.rollcall import RollCall
 from dcp_checkfreq.ranks.watchdog import Watchdog
+from dcp_checkfreq.runtime import options
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
 from dcp_checkfreq.runtime.told import (
     Wrap,

@@ -108,6 +108,12 @@ def lay_out(items: Sequence[Item], max_files: int) -> list[Placement]:
     return [place([own[member] for member in group], extents) for group in groups]
 
 
+def lay_out_each(items: Sequence[Item]) -> list[Placement]:
+    """Give every item a file of its own, but for those that are the same memory as another."""
+    extents = [item.extent for item in items]
+    return [place([n], extents) for n, item in enumerate(items) if item.same_as is None]
+
+
 def report(
     plan: SavePlan, items: Sequence[Item], placements: Sequence[Placement], names: Sequence[str]
 ) -> RankReport:

@@ -1,0 +1,1 @@
+from .switch import Installed as Installed, install as install, uninstall as uninstall
