@@ -44,14 +44,15 @@ def run(script: str, arguments: Sequence[str], *, is_module: bool = False) -> No
         code, file, main.__spec__ = _found(script)
         main.__package__ = main.__spec__.parent
         main.__loader__ = main.__spec__.loader
+        script = file
     else:
-        file = script
-        with io.open_code(os.path.abspath(script)) as source:
-            code = compile(source.read(), script, "exec")
+        file = os.path.abspath(script)
+        with io.open_code(file) as source:
+            code = compile(source.read(), file, "exec")
         if not getattr(sys.flags, "safe_path", False):
             sys.path[0] = os.path.dirname(os.path.realpath(script))
     main.__file__ = file
-    sys.argv[:] = [file, *arguments]
+    sys.argv[:] = [script, *arguments]
     sys.modules["__main__"] = main
     exec(code, vars(main))
 

@@ -9,6 +9,7 @@ Reading it runs no code and believes nothing: see `format/opcodes`, `stand_ins` 
 
 from __future__ import annotations
 
+import copy
 import copyreg
 import io
 import pickle
@@ -36,6 +37,7 @@ def dump(metadata: Metadata, record: Record) -> bytes:
 
     Whatever torch writes it, every torch since 2.3 reads it.
     """
+    metadata = copy.copy(metadata)  # planners keep theirs, and stock may write it the next time
     setattr(metadata, ATTRIBUTE, encode(record))
     out = io.BytesIO()
     pickler = pickle.Pickler(out, protocol=4)

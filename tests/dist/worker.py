@@ -10,6 +10,7 @@ from pathlib import Path
 
 import jobs_agreement
 import jobs_data
+import jobs_dropin
 import jobs_dtensors
 import jobs_memory
 import jobs_no_rank_alone
@@ -31,6 +32,7 @@ from jobs import DEADLY, JOBS
 MODULES = (
     jobs_agreement,
     jobs_data,
+    jobs_dropin,
     jobs_dtensors,
     jobs_memory,
     jobs_no_rank_alone,

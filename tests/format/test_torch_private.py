@@ -1,5 +1,6 @@
 """Notices when torch drops or changes a private name that the format cannot do without."""
 
+import inspect
 import pickle
 import socket
 import threading
@@ -23,6 +24,35 @@ def test_every_private_name_is_where_it_was():
     assert torch_private.MemoryFormat.__qualname__ == "_MEM_FORMAT_ENCODING"
     assert torch_private.get_layout.__qualname__ == "_get_layout"
     assert torch_private.get_default_store.__qualname__ == "_get_default_store"
+
+
+def test_executors_of_async_save_start_it_in_the_method_that_is_replaced():
+    for kind in (torch_private.ThreadExecutor, torch_private.ProcessExecutor):
+        taken = inspect.signature(vars(kind)["execute_save"]).parameters
+        assert list(taken)[1] == "staging_future_or_state_dict"
+        assert {"checkpoint_id", "storage_writer", "process_group", "no_dist"} <= set(taken)
+
+
+def test_stocks_classes_for_urls_are_there_with_their_file_system():
+    home = torch_private.fsspec_storage()
+    writer, reader = home.FsspecWriter("memory://x", a=1), home.FsspecReader("memory://x", a=1)
+    assert issubclass(home.FsspecWriter, dcp.FileSystemWriter)
+    assert issubclass(home.FsspecReader, dcp.FileSystemReader)
+    for stock in (writer, reader):
+        assert type(stock.fs) is torch_private.fsspec_file_system()
+        assert stock.fs.fs.storage_options == {"a": 1}
+        assert stock.path == "memory://x"
+
+
+def test_stocks_writer_keeps_what_it_was_told_where_the_drop_in_looks(tmp_path):
+    writer = dcp.FileSystemWriter(
+        tmp_path, single_file_per_rank=False, thread_count=3, overwrite=False
+    )
+    assert (writer.single_file_per_rank, writer.thread_count, writer.overwrite) == (False, 3, False)
+    assert writer.path == dcp.FileSystemReader(tmp_path).path == tmp_path
+    assert list(writer.transforms.extensions) == []
+    assert writer.serialization_format.value == "torch_save"
+    assert writer.save_id
 
 
 def test_workers_that_persist_are_new_ones_after_they_were_ended():

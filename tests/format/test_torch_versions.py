@@ -96,7 +96,6 @@ def test_what_any_torch_wrote_any_torch_reads(written, reads):
 
 def test_we_read_it_and_what_stock_wrote(written):
     ours = metadata_format.dump(written, small_record())
-    del written.dcp_checkfreq
     for data in (ours, pickle.dumps(written, protocol=4)):
         metadata, _ = metadata_format.load(data, "/runs/step_7")
         got = metadata.state_dict_metadata["model.weight"].properties

@@ -1,0 +1,124 @@
+"""``python -m dcp_checkfreq run``: the script sees what it sees without, and its saves are ours."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+TRAIN = """
+import os, sys
+assert "torch" not in sys.modules
+os.environ["BEFORE_TORCH"] = "1"
+import warnings
+warnings.simplefilter("ignore")
+import helper
+import torch
+import torch.distributed.checkpoint as dcp
+
+class OfMain:
+    number = 3
+
+if __name__ == "__main__":
+    print(sys.argv, __name__, __file__, os.path.basename(sys.path[0]), __package__, flush=True)
+    dcp.async_save({"w": torch.arange(4), "value": OfMain()}, checkpoint_id=sys.argv[1])
+    helper.end(sys.argv[2])
+"""
+HELPER = """
+import sys
+
+def end(how):
+    if how == "raise":
+        raise ValueError("of the script")
+    if how != "":
+        sys.exit(int(how))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path):
+    project = tmp_path / "project"
+    (project / "pack").mkdir(parents=True)
+    (project / "train.py").write_text(TRAIN)
+    (project / "pack" / "__init__.py").touch()
+    (project / "pack" / "__main__.py").write_text(
+        TRAIN.replace("import helper", "from . import helper")
+    )
+    for home in (project, project / "pack"):
+        (home / "helper.py").write_text(HELPER)
+    return project
+
+
+def python(*arguments, cwd):
+    here = os.getcwd()
+    return subprocess.run(
+        [sys.executable, *arguments],
+        cwd=cwd,
+        env=os.environ | {"PYTHONPATH": here},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def run(*arguments, cwd):
+    return python("-m", "dcp_checkfreq", "run", *arguments, cwd=cwd)
+
+
+def is_ours(step):
+    return b"dcp_checkfreq" in (step / ".metadata").read_bytes()
+
+
+@pytest.mark.parametrize(("how", "code"), [("7", 7), ("raise", 1)])
+def test_a_script_runs_as_with_python_and_its_last_save_is_ours(folder, how, code):
+    plain = python("train.py", str(folder / "stock"), how, "--x", cwd=folder)
+    ours = run("train.py", str(folder / "ours"), how, "--x", cwd=folder)
+    assert plain.returncode == ours.returncode == code, ours.stderr
+    assert ours.stdout == plain.stdout.replace("stock", "ours")
+    assert is_ours(folder / "ours")
+    assert not is_ours(folder / "stock")
+    lines = ours.stderr.splitlines()
+    assert lines[0].startswith("dcp_checkfreq: drop-in is on")
+    assert lines[-1:] == (["ValueError: of the script"] if how == "raise" else lines[:1])
+    if how == "raise":
+        assert [line for line in ours.stderr.splitlines() if "project" in line] == [
+            line for line in plain.stderr.splitlines() if "project" in line
+        ]
+
+
+def test_a_module_runs_as_with_python(folder):
+    plain = python("-m", "pack", str(folder / "stock"), "7", cwd=folder)
+    ours = run("-m", "pack", str(folder / "ours"), "7", cwd=folder)
+    assert plain.returncode == ours.returncode == 7, ours.stderr
+    assert ours.stdout == plain.stdout.replace("stock", "ours")
+    assert is_ours(folder / "ours")
+
+
+def test_what_is_not_there_is_said(folder):
+    missing = run("nothing.py", cwd=folder)
+    assert missing.returncode == 1
+    assert "nothing.py" in missing.stderr.splitlines()[-1]
+    missing = run("-m", "nothing", cwd=folder)
+    assert missing.stderr.splitlines()[-1] == (
+        "ModuleNotFoundError: there is no module nothing to run"
+    )
+    bare = python("-m", "dcp_checkfreq", cwd=folder)
+    assert bare.returncode == 2
+    assert "usage: python -m dcp_checkfreq" in bare.stderr
+
+
+def test_every_rank_of_torchrun_runs_it(folder):
+    script = (
+        "import sys, warnings; warnings.simplefilter('ignore')\n"
+        "import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp\n"
+        "dist.init_process_group('gloo')\n"
+        "state = {'w': torch.arange(4), f'own.{dist.get_rank()}': dist.get_rank()}\n"
+        "dcp.save(state, checkpoint_id=sys.argv[1])\n"
+        "dist.destroy_process_group()\n"
+    )
+    (folder / "two.py").write_text(script)
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    done = python(*torchrun, "-m", "dcp_checkfreq", "run", "two.py", str(folder / "2"), cwd=folder)
+    assert done.returncode == 0, done.stderr
+    assert is_ours(folder / "2")
+    assert done.stderr.count("drop-in is on") == 1
