@@ -13,6 +13,7 @@ from dcp_checkfreq.data.dali.plugin import import_plugin
 from dcp_checkfreq.data.order.ranks import resolve
 from dcp_checkfreq.data.order.saved_position import (
     FORMAT,
+    changed,
     parse,
     read_number,
     read_text,
@@ -205,9 +206,7 @@ class ResumableDALIReader:
             ("dataset_id", read_text(saved, "dataset", _WHAT), self._dataset),
             ("graph, with all arguments,", read_text(saved, "graph", _WHAT), self._graph),
         ]
-        changes = [f"the {name} was {old!r}, now it is {new!r}" for name, old, new in pairs
-                   if old != new]  # fmt: skip
-        if changes:
+        if changes := changed(pairs):
             raise DataStateError(
                 _WHAT,
                 f"{'; '.join(changes)}. DALI's checkpoint fits nothing else: bring back what was",

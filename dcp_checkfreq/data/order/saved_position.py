@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
@@ -180,11 +181,8 @@ def accept(
             f"global_batch={saved.global_batch} keeps it as it was, on any number of ranks that "
             "divides it",
         )
-    changes = "; ".join(
-        f"the {name} was {getattr(saved, key)!r}, now it is {getattr(present, key)!r}"
-        for key, name in _COMPARED.items()
-        if getattr(saved, key) != getattr(present, key)
-    )
+    pairs = ((name, getattr(saved, key), getattr(present, key)) for key, name in _COMPARED.items())
+    changes = "; ".join(changed(pairs))
     if not changes:
         return Accepted(position, warnings)
     if position.samples == 0:
@@ -200,6 +198,11 @@ def accept(
         "were consumed before"
     )
     return Accepted(Position(position.epoch, 0), (warning, *warnings))
+
+
+def changed(pairs: Iterable[tuple[str, object, object]]) -> list[str]:
+    """Return a text for each ``(name, saved value, present value)`` that differ."""
+    return [f"the {name} was {old!r}, now it is {new!r}" for name, old, new in pairs if old != new]
 
 
 def _epoch_steps(fingerprint: Fingerprint) -> int:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -18,12 +17,11 @@ from pyarrow.fs import FSSpecHandler, PyFileSystem
 
 from dcp_checkfreq.data.order.interleave import DEFAULT_LANES
 from dcp_checkfreq.data.sources.parquet_schema import check_schemas
-from dcp_checkfreq.data.sources.paths import is_local, located, relative_names
+from dcp_checkfreq.data.sources.paths import digest, is_local, listed, located, relative_names
 from dcp_checkfreq.errors import DataStateError
 
 _log = logging.getLogger(__name__)
 
-_SHOWN = 5
 _READ_THREADS = 8  # footers: mostly waiting for storage
 
 
@@ -93,11 +91,8 @@ class ParquetSource:
         filled = [n for n, rows in enumerate(numbers) if any(rows)]
         if len(filled) < len(numbers):
             empty = [path for n, path in enumerate(paths_found) if not any(numbers[n])]
-            _log.warning(
-                "%d of %d files have no rows: %s%s",
-                *(len(empty), len(numbers), ", ".join(empty[:_SHOWN])),
-                " ..." if len(empty) > _SHOWN else "",
-            )
+            counts = len(empty), len(numbers)
+            _log.warning("%d of %d files have no rows: %s", *counts, listed(empty))
         check_schemas(((paths_found[n], footers[n][1]) for n in filled), self.columns)
         # Of the first file with rows: one without often has no types either. And those of folders.
         of_files = {name for _, schema in footers for name in schema.names}
@@ -123,10 +118,8 @@ class ParquetSource:
         The same for a copy elsewhere. What is in the rows is not part of it.
         """
         names = relative_names([group.path for group in self.row_groups])
-        digest = hashlib.sha256()
-        for name, group in zip(names, self.row_groups, strict=True):
-            digest.update(f"{name}\0{group.number}\0{group.rows}\n".encode())
-        return digest.hexdigest()
+        pairs = zip(names, self.row_groups, strict=True)
+        return digest(f"{name}\0{group.number}\0{group.rows}" for name, group in pairs)
 
     def read(self, index: int) -> pa.Table:
         """Read row group ``index`` of `row_groups`.

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 import os
 import posixpath
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import fsspec
 from fsspec.implementations.local import LocalFileSystem
 from fsspec.implementations.memory import MemoryFileSystem
+
+_SHOWN = 5
 
 
 def located(
@@ -65,6 +68,19 @@ class _OwnPositions(MemoryFileSystem):  # type: ignore[misc]
     def _open(self, path: str, mode: str = "rb", *args: Any, **kwargs: Any) -> Any:
         file = super()._open(path, mode, *args, **kwargs)
         return io.BytesIO(file.getvalue()) if mode == "rb" else file
+
+
+def listed(names: Sequence[str]) -> str:
+    """Return some names, for a text."""
+    return ", ".join(names[:_SHOWN]) + (" ..." if len(names) > _SHOWN else "")
+
+
+def digest(lines: Iterable[str]) -> str:
+    """Return what names data that these lines describe."""
+    found = hashlib.sha256()
+    for line in lines:
+        found.update(f"{line}\n".encode())
+    return found.hexdigest()
 
 
 def relative_names(paths: Sequence[str]) -> list[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gzip
-import hashlib
 import logging
 import lzma
 import os
@@ -18,7 +17,7 @@ import fsspec
 
 from dcp_checkfreq.data.order.interleave import DEFAULT_LANES
 from dcp_checkfreq.data.sources import shard_index
-from dcp_checkfreq.data.sources.paths import located, relative_names
+from dcp_checkfreq.data.sources.paths import digest, listed, located, relative_names
 from dcp_checkfreq.data.sources.shard_readers import FunctionReader, Layout, ShardReader
 
 _log = logging.getLogger(__name__)
@@ -114,16 +113,10 @@ class ShardSource:
             raise ValueError(f"there are no samples in {len(found)} shards")
         empty = [path for path, layout in zip(found, layouts, strict=True) if not layout.samples]
         if empty:
-            _log.warning(
-                "%d of %d shards are empty: %s%s",
-                *(len(empty), len(found), ", ".join(empty[:_SHOWN])),
-                " ..." if len(empty) > _SHOWN else "",
-            )
+            counts = len(empty), len(found)
+            _log.warning("%d of %d shards are empty: %s", *counts, listed(empty))
         self.sizes = [shard.layout.samples for shard in self.shards]
-        digest = hashlib.sha256()
-        for shard, name in filled:
-            digest.update(f"{name}\0{shard.layout.samples}\n".encode())
-        self.fingerprint = digest.hexdigest()
+        self.fingerprint = digest(f"{name}\0{shard.layout.samples}" for shard, name in filled)
 
     def __len__(self) -> int:
         """Return the number of samples."""

@@ -12,6 +12,7 @@ from dcp_checkfreq.data.order.ranks import resolve
 from dcp_checkfreq.data.order.saved_position import (
     FORMAT,
     OnMismatch,
+    changed,
     check_on_mismatch,
     short_id,
 )
@@ -296,8 +297,7 @@ class ResumableIterator:
         if saved.samples_per_step() is not None and type(size) is int:
             now = size * self._place.world_size
             pairs.append(("number of samples per step", saved.samples_per_step(), now))
-        changes = [f"the {name} was {old!r}, now it is {new!r}" for name, old, new in pairs
-                   if old != new]  # fmt: skip
+        changes = changed(pairs)
         # A data set that keeps its position itself continues behind any batches.
         if self._mode != "own" or self._keeper is self.loader:
             changes += differences(saved.made, present, workers_count=has_stream(self.loader))
