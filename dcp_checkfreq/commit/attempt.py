@@ -11,7 +11,9 @@ from dcp_checkfreq.commit.phases import (
     Event,
     Phase,
     advance,
+    may_be_published,
     may_delete,
+    may_resume,
 )
 from dcp_checkfreq.commit.publish import reserve
 from dcp_checkfreq.errors import CheckFreqError, PublishUnknown
@@ -28,7 +30,7 @@ class SaveAttempt:
     Attributes:
         tier: folder of the checkpoint.
         id: part of the name of every file that this attempt makes.
-        phase: what is on storage.
+        phase: where its bytes are.
         files: shards of this rank.
         reservation: on the coordinator, the right to commit.
         reserved_by: process id of the coordinator, once it has made the reservation.
@@ -56,9 +58,21 @@ class SaveAttempt:
         """Say that this rank starts to write."""
         self.phase = advance(self.phase, Event.BEGAN)
 
+    def staged(self) -> None:
+        """Say that this rank's files are durable on its local disk."""
+        self.phase = advance(self.phase, Event.STAGED)
+
     def wrote(self) -> None:
-        """Say that this rank's files are durable."""
+        """Say that this rank has written all that it has to."""
         self.phase = advance(self.phase, Event.WROTE)
+
+    def all_staged(self) -> None:
+        """Say that all ranks have written, and the local disks know of the whole save."""
+        self.phase = advance(self.phase, Event.ALL_STAGED)
+
+    def uploaded(self) -> None:
+        """Say that what was on the local disk is durable where it is published."""
+        self.phase = advance(self.phase, Event.UPLOADED)
 
     def give_up(self, error: CheckFreqError) -> None:
         """On another thread: let `commit` raise ``error``. `may_be_published` says if it is late.
@@ -91,12 +105,17 @@ class SaveAttempt:
     @property
     def may_be_published(self) -> bool:
         """Whether the commit was begun, and is not known to have failed."""
-        return self.phase in (Phase.COMMITTING, Phase.UNKNOWN, Phase.PUBLISHED)
+        return may_be_published(self.phase)
 
     @property
     def may_delete(self) -> bool:
         """Whether there are files, which are part of no checkpoint, now or later."""
         return may_delete(self.phase)
+
+    @property
+    def may_resume(self) -> bool:
+        """Whether the local disks of all ranks hold the save, for the next start."""
+        return may_resume(self.phase)
 
     def abandon(self) -> None:
         """Give up a save that is known to have failed, and remove this rank's files.

@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from dcp_checkfreq.commit.assemble import assemble
 from dcp_checkfreq.commit.attempt import SaveAttempt, new_attempt
+from dcp_checkfreq.commit.phases import Phase
 from dcp_checkfreq.commit.publish import publish
 from dcp_checkfreq.commit.standing import standing
 from dcp_checkfreq.dcp.unsettled import remember, sweep_up
@@ -29,7 +30,7 @@ from dcp_checkfreq.runtime.gc_paused import collector_held
 from dcp_checkfreq.shards.assign import Placement
 from dcp_checkfreq.shards.codec import Item, pieces
 from dcp_checkfreq.shards.layout import RankReport
-from dcp_checkfreq.staging.staged_save import Place, StagedSave
+from dcp_checkfreq.staging.staged_save import StagedSave
 from dcp_checkfreq.staging.staged_tier import StagedTier, Upload
 from dcp_checkfreq.storage.tier import StaleCredentials, Tier
 
@@ -221,6 +222,7 @@ class RankSave:
                 for name, placement in zip(files, placements, strict=True)
             }
             if self._staged.stage(self.rank, sizes, lambda folder: write_by(folder.stage)):
+                self.attempt.staged()
                 return files
         if not self.is_coordinator:  # which has made it already
             self._tier.make()
@@ -244,17 +246,18 @@ class RankSave:
         Raises:
             WriteFailed: the storage failed; this rank's files were removed.
         """
-        if self._staged is None or self._of_run.uploads_later:
+        if self._staged is None or self.uploads_later:
             return
         with self._abandoned_on_errors(), self._storage_errors():
             self._staged.upload(moved)
+        self.attempt.uploaded()
         if not self.is_coordinator:
             self._staged.close()  # DCP does not tell this rank how the save ends
 
     def written(self, report: RankReport) -> Written:
         """Return what this rank says to the coordinator."""
-        is_staged = self._staged is not None and self._staged.place is not Place.MEMORY
-        return Written(report, () if is_staged else tuple(self.attempt.files))
+        is_on_remote = self.attempt.phase is Phase.WRITTEN
+        return Written(report, tuple(self.attempt.files) if is_on_remote else ())
 
     # --- the commit, on the coordinator ---
 
@@ -286,8 +289,8 @@ class RankSave:
                 raise PublishUnknown(self.location, f"interrupted by {error!r}") from error
             self.abandon()
             raise
-        if self._staged is not None and not self._of_run.uploads_later:
-            self._staged.settle()
+        if not self.uploads_later:
+            self.settle()
 
     def _metadata_file(
         self, metadata: Metadata, written: Sequence[Written], files: Mapping[str, int]
@@ -334,7 +337,7 @@ class RankSave:
     def start_upload(self) -> Upload:
         """On every rank, once DCP's save has returned: start to copy to the remote side."""
         assert self._staged is not None
-        self._staged.committed()
+        self.attempt.all_staged()
         return self._staged.start_upload()
 
     def publish_uploaded(self) -> None:
@@ -343,6 +346,7 @@ class RankSave:
         Raises:
             SaveFailed, PublishUnknown: as `finish`.
         """
+        self.attempt.uploaded()
         self._publish(*self._to_publish)
 
     def settle(self) -> None:
@@ -368,7 +372,10 @@ class RankSave:
         the cleaning at the next restore.
         """
         if self._staged is not None and self.attempt.may_delete:
-            self._staged.abandon(list(self.attempt.files))
+            if self.attempt.may_resume:
+                self._staged.leave(list(self.attempt.files))
+            else:
+                self._staged.abandon()
         self.attempt.abandon()
 
     def close(self) -> None:

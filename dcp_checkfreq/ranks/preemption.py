@@ -85,7 +85,7 @@ class PreemptionWatch:
         store: Store | None = None,
         key: str = "checkfreq/preemption",
         signals: Iterable[int] = (signal.SIGTERM, signal.SIGUSR1),
-        grace_s: float = 30.0,
+        grace_s: float,
         clock: Clock,
         describe: Callable[[], str] = lambda: "",
         agree_timeout_s: float | None = None,

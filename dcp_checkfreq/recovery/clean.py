@@ -14,7 +14,7 @@ from dcp_checkfreq.storage.tier import Entry, Tier, abort_uploads
 
 _log = logging.getLogger(__name__)
 
-GRACE_S = 60.0  # files younger than this may belong to a save that the lease does not show yet
+YOUNG_S = 60.0  # files younger than this may belong to a save that the lease does not show yet
 # A process that is stopped for longer than this in the middle of its commit counts as dead.
 _STUCK_S = 86_400.0
 
@@ -41,7 +41,7 @@ def clean_root(
     root: Tier,
     *,
     now_s: float,
-    grace_s: float = GRACE_S,
+    young_s: float = YOUNG_S,
     spared: AbstractSet[str] = frozenset(),
 ) -> list[str]:
     """Remove the leftovers in every step folder and return what was removed.
@@ -50,7 +50,7 @@ def clean_root(
     and so are files named in ``spared``, links, and folders in which a save has begun lately. A
     folder that resists stops nothing. On object stores, unfinished uploads go too.
     """
-    before_s = now_s - grace_s
+    before_s = now_s - young_s
     removed = abort_uploads(root, _is_shard_of_a_step, before_s=before_s)
     for entry in root.list():
         if not entry.is_folder or entry.is_link:

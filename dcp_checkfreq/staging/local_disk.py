@@ -293,11 +293,9 @@ class StagingArea:
         self.clear({}, only={entry.name for entry in self.local.list() if entry.name != name})
         self._clear_locks()
 
-    def discard(self, name: str, shards: Iterable[str], *, record: bool) -> None:
+    def discard(self, name: str, shards: Iterable[str]) -> None:
         """Remove files of an attempt of this process."""
         folder = self.folder(name)
-        if record:
-            folder.delete(names.METADATA)
         self._delete(folder, shards)
         folder.remove()
 

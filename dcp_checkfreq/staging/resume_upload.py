@@ -122,6 +122,7 @@ class LocalCopies:
                 raise WriteFailed(folder.location, f"rank 0: {error}") from error
 
         def publish_all() -> None:
+            commit.uploaded()
             commit.commit(
                 lambda reservation: publish(
                     folder.remote,
@@ -146,7 +147,8 @@ class LocalCopies:
         self._ranks.on_rank_0(reserve)
         try:
             commit.begin()
-            commit.wrote()
+            commit.staged()  # by an earlier process
+            commit.all_staged()
             upload_and_publish(
                 self._ranks, Upload(copy), folder.location, publish_all, each_round=each_round
             )

@@ -1,23 +1,17 @@
-"""The local side of one save on one rank: staged, committed, uploaded, settled."""
+"""The local side of one save on one rank: staged, committed, uploaded, settled.
+
+Where the save stands is not kept here: `commit.phases` has one table for both sides.
+"""
 
 from __future__ import annotations
 
 import logging
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from enum import Enum
 
 from dcp_checkfreq.staging.staged_tier import StagedTier, Upload
 
 _log = logging.getLogger(__name__)
-
-
-class Place(Enum):
-    """Where the shards of this rank are."""
-
-    MEMORY = "not on the local disk: they go to the remote side straight from memory"
-    STAGED = "durable on the local disk, under names that nobody knows"
-    COMMITTED = "durable on the local disks of all ranks, and rank 0's knows their names"
 
 
 class StagedSave:
@@ -35,7 +29,6 @@ class StagedSave:
         self._attempt = attempt
         self._threads = threads
         self._shards: tuple[str, ...] = ()
-        self.place = Place.MEMORY
         # DCP does not tell a writer that is dropped how its save has ended.
         weakref.finalize(self, folder.area.let_go, attempt).atexit = False
 
@@ -58,12 +51,11 @@ class StagedSave:
                 write(self._folder)
                 self._folder.local.sync()
                 self._shards = tuple(sizes)
-                self.place = Place.STAGED
                 return True
             why = f"no room for {size_bytes} bytes"
         except OSError as error:
             why = str(error)
-            self._discard(sizes, record=False)
+            self._discard(sizes)
         _log.warning(
             "%s: rank %d uploads straight from memory, its local disk at %s is of no use now: %s",
             *(self._folder.location, rank, self._folder.local.location, why),
@@ -84,11 +76,6 @@ class StagedSave:
                 *(self._folder.local.location, error),
             )
 
-    def committed(self) -> None:
-        """Take note that all ranks have staged, and rank 0 has committed."""
-        if self.place is Place.STAGED:
-            self.place = Place.COMMITTED
-
     def upload(self, moved: Callable[[int], None]) -> None:
         """Copy the shards to the remote side and return when they are durable there.
 
@@ -108,15 +95,16 @@ class StagedSave:
             )
         )
 
-    def abandon(self, shards: Sequence[str]) -> None:
-        """Act on the failure of the save: what was committed stays for the next start.
+    def abandon(self) -> None:
+        """Act on the failure of a save that no start can finish: nothing of it stays here."""
+        self._discard(self._shards)
+
+    def leave(self, shards: Sequence[str]) -> None:
+        """Act on the failure of a save that the next start can finish: all stays but the notes.
 
         ``shards`` are this rank's on the remote side, which the caller removes.
         """
-        if self.place is Place.COMMITTED:
-            self._quietly(lambda: self._folder.forget_notes(shards))
-        else:
-            self._discard(self._shards, record=False)
+        self._quietly(lambda: self._folder.forget_notes(shards))
         self.close()
 
     def settle(self) -> None:
@@ -128,8 +116,8 @@ class StagedSave:
         """Let go of the attempt. May be called twice."""
         self._area.let_go(self._attempt)
 
-    def _discard(self, shards: Iterable[str], *, record: bool) -> None:
-        self._quietly(lambda: self._area.discard(self._folder.name, shards, record=record))
+    def _discard(self, shards: Iterable[str]) -> None:
+        self._quietly(lambda: self._area.discard(self._folder.name, shards))
         self._area.let_go(self._attempt)
 
     def _quietly(self, clean: Callable[[], None]) -> None:

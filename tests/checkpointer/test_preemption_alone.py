@@ -124,7 +124,7 @@ def test_handlers_are_restored_and_starting_and_closing_twice_is_harmless():
 
 def test_closing_a_watch_that_was_never_started_does_nothing():
     before = handlers()
-    PreemptionWatch(Gate(), clock=SystemClock()).close()
+    PreemptionWatch(Gate(), clock=SystemClock(), grace_s=30.0).close()
     assert handlers() == before
 
 
@@ -251,12 +251,12 @@ def test_at_the_deadline_the_handler_of_the_user_gets_the_signal(caplog):
 @pytest.mark.parametrize("name", ["grace_s", "agree_timeout_s", "poll_s"])
 def test_a_duration_that_is_not_positive_is_refused(name):
     with pytest.raises(ValueError, match="positive"):
-        PreemptionWatch(Gate(), clock=SystemClock(), **{name: 0.0})
+        PreemptionWatch(Gate(), clock=SystemClock(), **{"grace_s": 30.0, name: 0.0})
 
 
 def test_several_ranks_without_a_store_are_refused():
     with pytest.raises(ValueError, match="3 ranks"):
-        PreemptionWatch(Gate(), clock=SystemClock(), world_size=3)
+        PreemptionWatch(Gate(), clock=SystemClock(), grace_s=30.0, world_size=3)
 
 
 # --- processes that end ---

@@ -30,7 +30,7 @@ def save(value, *, step=2, **options):
 
 def clean(root):
     """Clean as a run does that finds everything old."""
-    clean_root(root, now_s=LATE_S, grace_s=0.0)
+    clean_root(root, now_s=LATE_S, young_s=0.0)
     return
 
 

@@ -9,7 +9,9 @@ from dcp_checkfreq.commit.phases import (
     Event,
     Phase,
     advance,
+    may_be_published,
     may_delete,
+    may_resume,
 )
 
 
@@ -46,6 +48,7 @@ def test_every_phase_is_reached_and_every_walk_ends():
 
 def test_what_is_published_or_may_be_is_never_deleted():
     maybe = {Phase.PUBLISHED, Phase.UNKNOWN}
+    assert not any(may_delete(phase) and may_be_published(phase) for phase in Phase)
     for path in traces():
         seen = False
         for phase in path:
@@ -63,13 +66,44 @@ def test_deleting_ends_in_abandoned_from_where_nothing_leads_on():
 def test_only_durable_files_are_published():
     for (phase, event), following in NEXT.items():
         if following in (Phase.PUBLISHED, Phase.UNKNOWN):
-            assert phase in (Phase.COMMITTING, Phase.UNKNOWN), (phase, event)
+            assert phase in (Phase.COMMITTING, Phase.FINISHING, Phase.UNKNOWN), (phase, event)
     assert {p for (p, _), to in NEXT.items() if to is Phase.COMMITTING} == {Phase.WRITTEN}
+    assert {p for (p, _), to in NEXT.items() if to is Phase.FINISHING} == {Phase.UPLOADED}
+
+
+def test_what_is_staged_is_published_only_after_its_upload():
+    for path in traces():
+        if Phase.STAGED in path and path[-1] in (Phase.COMMITTING, Phase.FINISHING):
+            moves = {
+                (one, other) for (one, event), other in NEXT.items() if event.name == "UPLOADED"
+            }
+            assert moves & set(itertools.pairwise(path)), path
+
+
+def test_what_the_next_start_can_publish_stays_so_until_this_one_knows_how_it_ended():
+    ends = {Phase.PUBLISHED, Phase.UNKNOWN, Phase.ABANDONED}
+    for path in traces():
+        since = next((at for at, phase in enumerate(path) if may_resume(phase)), None)
+        if since is not None:
+            inside = [phase for phase in path[since:] if phase not in ends]
+            assert all(may_resume(one) or one is Phase.FINISHING for one in inside), path
+
+
+def test_only_what_all_ranks_have_staged_can_be_published_by_the_next_start():
+    into = {
+        event for (phase, event), to in NEXT.items() if may_resume(to) and not may_resume(phase)
+    }
+    assert into == {Event.ALL_STAGED, Event.REFUSED}
+    refused = {
+        phase for (phase, event), to in NEXT.items() if event is Event.REFUSED and may_resume(to)
+    }
+    assert refused == {Phase.FINISHING}
 
 
 def test_from_the_call_of_the_commit_until_its_answer_nothing_may_be_deleted():
-    assert not may_delete(Phase.COMMITTING)
-    assert (Phase.COMMITTING, Event.FAILED) not in NEXT
+    for phase in (Phase.COMMITTING, Phase.FINISHING):
+        assert not may_delete(phase)
+        assert (phase, Event.FAILED) not in NEXT
 
 
 def test_a_commit_without_an_answer_is_never_called_failed():

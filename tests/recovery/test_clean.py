@@ -10,7 +10,7 @@ from dcp_checkfreq import CheckFreqReader, CheckFreqWriter
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.digest import identity
 from dcp_checkfreq.recovery.clean import (
-    GRACE_S,
+    YOUNG_S,
     KnownSteps,
     clean_root,
     delete_step,
@@ -21,7 +21,7 @@ from dcp_checkfreq.testing import ForwardingTier, ManualClock, MemoryTier
 
 DEAD = "aaaaaaaaaaaa"
 START_S = 1_700_000_000.0
-LATER_S = START_S + GRACE_S + 1
+LATER_S = START_S + YOUNG_S + 1
 
 
 def saved(step=1, *, clock=None):
@@ -137,7 +137,7 @@ def test_foreign_files_stay():
     assert root.files() == FOREIGN
 
 
-@pytest.mark.parametrize("age_s", [0.0, 1.0, GRACE_S - 1, -100.0])
+@pytest.mark.parametrize("age_s", [0.0, 1.0, YOUNG_S - 1, -100.0])
 def test_young_files_are_spared(age_s):
     path = f"step_00000005/{names.shard_file(0, 0, DEAD)}"
     root = MemoryTier.holding({path: b"x"}, clock=ManualClock(wall_s=START_S))

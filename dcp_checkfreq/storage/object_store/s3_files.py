@@ -17,7 +17,13 @@ from typing import Any
 from dcp_checkfreq.errors import BadLocation
 from dcp_checkfreq.runtime.crew import Crew, Task
 from dcp_checkfreq.storage.object_store import obstore_transfer
-from dcp_checkfreq.storage.object_store.errors import code_of, is_unsupported, lacks_a_reason
+from dcp_checkfreq.storage.object_store.errors import (
+    as_os_error,
+    code_of,
+    is_expired,
+    is_unsupported,
+    lacks_a_reason,
+)
 from dcp_checkfreq.storage.object_store.fsspec_files import (
     CLEANING_FOR_S,
     FsspecFiles,
@@ -225,8 +231,6 @@ class S3Files(FsspecFiles):
 
     def _through(self, path: str, work: Callable[[], None]) -> None:
         """Run what obstore does, which tries again by itself; never twice, the pieces are gone."""
-        from dcp_checkfreq.storage.object_store.errors import as_os_error, is_expired
-
         try:
             work()
         except Exception as error:
