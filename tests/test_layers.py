@@ -38,6 +38,7 @@ LEVELS = {
 # Rules: values in, values out. No clock, file, thread, rank or torch.
 PURE = {
     "errors",
+    "format/checked_json",
     "format/names",
     "format/index",
     "format/opcodes",
@@ -46,10 +47,10 @@ PURE = {
     "format/numpy_checks",
     "format/digest",
     "policy/baseline",
+    "policy/constants",
     "policy/costs",
     "policy/interval",
     "policy/save_cost",
-    "policy/required_interval",
     "policy/save_timings",
     "policy/stored_profile",
     "recovery/retention",

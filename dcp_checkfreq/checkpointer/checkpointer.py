@@ -13,14 +13,14 @@ from typing import Any, Literal
 from dcp_checkfreq.checkpointer.dropped import Holdings
 from dcp_checkfreq.checkpointer.registered import Registered
 from dcp_checkfreq.checkpointer.restorer import Restored, Restorer
-from dcp_checkfreq.checkpointer.run import open_run
+from dcp_checkfreq.checkpointer.run import mode_of, open_run
 from dcp_checkfreq.checkpointer.run_history import RunHistory
 from dcp_checkfreq.checkpointer.save_loop import SaveLoop
 from dcp_checkfreq.checkpointer.saver import Saver
 from dcp_checkfreq.checkpointer.stopping import FinalActions, Stopping
 from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner
 from dcp_checkfreq.errors import SaveFailed, SnapshotFailed
-from dcp_checkfreq.policy.save_schedule import SaveSchedule, mode_of
+from dcp_checkfreq.policy.save_schedule import SaveSchedule
 from dcp_checkfreq.policy.save_timings import SaveRecord
 from dcp_checkfreq.policy.step_timer import StepTimer
 from dcp_checkfreq.ranks.collectives import Ranks

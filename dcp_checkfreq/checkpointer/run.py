@@ -8,7 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from dcp_checkfreq.dcp.name_lengths import check_root_lengths
+from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.root_check import check_root
@@ -86,3 +89,16 @@ def _place_of(root: Tier) -> str:
             *(root.location, other.step),
         )
     return place
+
+
+def mode_of(snapshot: str) -> Mode | None:
+    """Return how snapshots are copied, by the option of that name; None: as the costs say.
+
+    Raises:
+        ValueError: there is no such device.
+    """
+    if snapshot == "auto":
+        return None
+    if snapshot == "gpu" and not torch.cuda.is_available():
+        raise ValueError("snapshot='gpu' needs a CUDA device")
+    return Mode(snapshot)

@@ -8,16 +8,8 @@ import statistics
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from dcp_checkfreq.policy.costs import (
-    FEW,
-    GAP_EVERY_SAVES,
-    KEPT,
-    MEDIAN_ERROR,
-    SOME,
-    USUAL_NOISE,
-    spread_s,
-    typical_s,
-)
+from dcp_checkfreq.policy.constants import CHANGED, FEW, KEPT, SOME, USUAL_NOISE
+from dcp_checkfreq.policy.costs import MEDIAN_ERROR, spread_s, typical_s
 from dcp_checkfreq.policy.observation import IntervalSeen, Pace
 
 
@@ -66,10 +58,9 @@ def baseline_of(iteration_s: float, steps: int) -> Baseline:
 def renewed(baseline: Baseline, seen: IntervalSeen, max_overhead: float) -> tuple[Baseline, bool]:
     """Return the baseline after one more interval, and whether the job has another pace now.
 
-    In that case the old measurements are dropped. Three iterations are believed at once, fewer
-    only if the measurement before says the same. If no iteration was free of saves, but those
-    beside a save were faster than the baseline, theirs is taken: it cannot be slower than that.
-    The baseline is then no younger.
+    Then the old measurements are dropped. Three iterations are believed at once, fewer only if the
+    measurement before says the same. If no iteration was free of saves, but those beside a save
+    were faster than the baseline, theirs is taken: it cannot be slower. It is then no younger.
     """
     new, *first, last = seen.unloaded, *baseline.paces
     noises = (*baseline.noises, *_noise_of(new, last))[-KEPT:]
@@ -97,13 +88,12 @@ def renewed(baseline: Baseline, seen: IntervalSeen, max_overhead: float) -> tupl
 
 def change_s(baseline: Baseline, pace: Pace, max_overhead: float) -> float:
     """Return how much slower ``pace`` is; 0.0 if that can be chance, or is small beside p."""
-    base = baseline.pace
-    limit_s = max(
-        3.5 * baseline.one_error_s * math.sqrt(1 / pace.steps + 1 / base.steps),
-        max_overhead / 2 * base.typical_s,
-    )
-    change = pace.typical_s - base.typical_s
-    return change if abs(change) > limit_s else 0.0
+    if not pace.steps:
+        return 0.0
+    error_s = baseline.one_error_s * math.sqrt(1 / pace.steps + 1 / baseline.pace.steps)
+    change = pace.typical_s - baseline.iteration_s
+    least = max(CHANGED * error_s, max_overhead / 2 * baseline.iteration_s)
+    return change if abs(change) > least else 0.0
 
 
 def baseline_error_s(baseline: Baseline, steps: float) -> float:
@@ -111,17 +101,9 @@ def baseline_error_s(baseline: Baseline, steps: float) -> float:
     return steps * baseline.one_error_s / math.sqrt(baseline.pace.steps)
 
 
-def gap_steps(baseline: Baseline, max_overhead: float) -> int:
-    """Return how many iterations make a baseline whose error is half the budget. 3 to 8."""
-    error = min(2 * MEDIAN_ERROR * baseline.noise / max_overhead, 100)
-    return min(max(math.ceil(error**2), FEW), GAP_EVERY_SAVES)
-
-
 def _noise_of(new: Pace, before: Pace) -> list[float]:
-    """Return how much the iterations of ``new`` differed, as a share, if that can be told.
-
-    A lone one is compared with the lone one before it: an interval may never have two.
-    """
+    """Return how much iterations differed, as a share, if that can be told."""
+    # a lone one is compared with the lone one before it: an interval may never have two
     if new.typical_s <= 0 or not (new.steps > 1 or new.steps == before.steps == 1):
         return []
     alone_s = spread_s([before.typical_s, new.typical_s])

@@ -1,4 +1,4 @@
-"""What a save costs this job, from measured durations; the constants that rules share. Pure.
+"""What a save costs this job, from measured durations. Pure.
 
 The symbols in brackets are those of CheckFreq (Mohan, Phanishayee, Chidambaram, FAST '21).
 """
@@ -10,28 +10,7 @@ import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-# The tuning constants of all rules; docs/decisions/0034 has what each buys.
-# CheckFreq, section 4, "Checkpointing policy": 1 % of the epoch or 50 iterations, the fewer.
-PROFILE_STEPS = 50
-# The first few iterations of a job warm up allocator, kernels and data workers. A median of ten
-# is still right when four of them are far too slow; of fewer it soon is not.
-FEWEST_PROFILE_STEPS = 10
-# Two of the last three must agree that something changes: one outlier never does it.
-FEW = 3
-# What five say together is known: how much they differ by chance, too.
-SOME = 5
-# So many are looked back at: costs are averaged over them, and what swings comes back within them.
-KEPT = 16
-# Iterations without a save are looked for at least this often, and so many of them at most.
-GAP_EVERY_SAVES = 8
-# Standard errors of a cost that are not acted on, of one that is another cost than before.
-SURE, CHANGED = 2.0, 4.0
-# An interval begins to shrink when even costs this much higher would need less.
-CLEARLY = 1.25
-# Saves and ranks may differ by this share and are yet alike.
-ALIKE = 0.1
-# Standard deviation of an iteration, as a share, until iterations were compared with each other.
-USUAL_NOISE = 0.02
+from dcp_checkfreq.policy.constants import FEWEST_PROFILE_STEPS, PROFILE_STEPS
 
 MEDIAN_ERROR = 1.2533  # the standard error of a median is 1.2533 sigma / sqrt(n)
 _MAD_TO_SIGMA = 1.4826  # for normally spread samples
@@ -42,8 +21,7 @@ _MAD_OF_FEW = {2: 1.196, 3: 1.495, 4: 1.363, 5: 1.206, 6: 1.200, 7: 1.140, 8: 1.
 def profile_steps(steps_per_epoch: int | None) -> int:
     """Return how many iterations to measure before the first save.
 
-    50, or 1 % of an epoch if that is fewer, but at least 10, or the whole epoch if it is shorter
-    still. None means that the length of an epoch is not known.
+    50, or 1 % of an epoch if that is fewer, but at least 10, or the whole epoch if that is shorter.
     """
     if steps_per_epoch is None or steps_per_epoch <= 0:
         return PROFILE_STEPS
@@ -56,10 +34,7 @@ def usable(samples: Iterable[float]) -> list[float]:
 
 
 def spread_s(samples: Iterable[float]) -> float:
-    """Return the standard deviation of durations, by the median deviation from the median.
-
-    A few wild samples hardly change it. 0.0 for fewer than two usable samples.
-    """
+    """Return the standard deviation, which few wild samples hardly change; of one sample 0.0."""
     kept = usable(samples)
     if len(kept) < 2:
         return 0.0
@@ -69,10 +44,7 @@ def spread_s(samples: Iterable[float]) -> float:
 
 
 def typical_s(samples: Iterable[float]) -> float:
-    """Return a typical duration: the median without those three standard deviations from it.
-
-    0.0 if there is no usable sample.
-    """
+    """Return the median without those three standard deviations from it; without samples 0.0."""
     kept = usable(samples)
     if not kept:
         return 0.0
@@ -103,12 +75,8 @@ class Costs:
 def worst(ranks: Sequence[Costs]) -> Costs:
     """Return the costs that no rank exceeds, because the slowest rank holds up all others.
 
-    Every field is the worst one by itself; of ``iteration_s`` the *shortest*, as a save has the
-    least time to hide behind it. GPU memory is that of the rank with the least of it free.
+    Of ``iteration_s`` the worst is the *shortest*, as a save has the least time to hide behind it.
     ``call_s`` is the least: what others had more is waiting for the last rank.
-
-    Raises:
-        ValueError: there is no rank.
     """
     if not ranks:
         raise ValueError("no rank has measured anything")

@@ -1,8 +1,8 @@
 """The checkpoint interval k from costs and budget; what it means for a crash. Pure.
 
-After CheckFreq (Mohan, Phanishayee, Chidambaram, FAST '21), section 4, "Checkpointing policy":
-the shortest interval in which a save is finished before the next one starts, and whose overhead
-stays within the budget p. Durations that are none (NaN, negative) count as 0.
+After CheckFreq (FAST '21), section 4, "Checkpointing policy": the shortest interval in which a save
+is finished before the next one starts, and whose overhead stays within the budget p. Durations that
+are none (NaN, negative) count as 0.
 """
 
 from __future__ import annotations
@@ -11,7 +11,8 @@ import enum
 import math
 from dataclasses import dataclass
 
-from dcp_checkfreq.policy.costs import ALIKE, Costs
+from dcp_checkfreq.policy.constants import ALIKE
+from dcp_checkfreq.policy.costs import Costs
 
 # No interval is longer, whatever was measured: a broken clock must not end checkpointing.
 MAX_INTERVAL_STEPS = 1_000_000
@@ -33,11 +34,7 @@ def stall_s(costs: Costs, mode: Mode) -> float:
     """Return how long the training loop stands still for one save, in seconds (To).
 
     An overlapped copy has until the next weight update: ``max(0, Tc - (Ti - Tw))``, or Tg on the
-    GPU, where the paper counts all of it, as its copy is made before the next iteration starts.
-    In every mode the start of a save (``call_s``) comes on top.
-
-    Raises:
-        ValueError: mode GPU without a measured ``snapshot_gpu_s``.
+    GPU. In every mode the start of a save (``call_s``) comes on top.
     """
     hidden_s = max(0.0, _duration(costs.iteration_s) - _duration(costs.update_s))
     if mode is Mode.BLOCKING:
@@ -46,26 +43,13 @@ def stall_s(costs: Costs, mode: Mode) -> float:
 
 
 def finish_s(costs: Costs, mode: Mode) -> float:
-    """Return how long a save takes from the start of its copy until it is published, in seconds.
-
-    In mode GPU the state is copied twice, first within the GPU and then to the host.
-
-    Raises:
-        ValueError: mode GPU without a measured ``snapshot_gpu_s``.
-    """
-    on_gpu = _copy_s(costs, mode) if mode is Mode.GPU else 0.0
+    """Return how long a save takes from the start of its copy until it is published, in seconds."""
+    on_gpu = _copy_s(costs, mode) if mode is Mode.GPU else 0.0  # and then to the host
     return on_gpu + _duration(costs.snapshot_cpu_s) + _duration(costs.persist_s)
 
 
 def choose_mode(costs: Costs, headroom: float = ALIKE) -> Mode:
-    """Return GPU if the snapshot fits there and stalls the loop less, else CPU.
-
-    It fits if m is at most the free GPU memory less ``headroom`` (a share of it), which is left to
-    the peaks that were not seen.
-
-    Raises:
-        ValueError: ``headroom`` is outside [0, 1).
-    """
+    """Return GPU if the snapshot fits there, with headroom for peaks, and stalls less, else CPU."""
     if not 0 <= headroom < 1:
         raise ValueError(f"headroom must be in [0, 1), got {headroom}")
     if costs.snapshot_gpu_s is None or costs.gpu_total_bytes <= 0:
@@ -82,9 +66,7 @@ def interval_steps(
 
     The copy begins after the start of a save, so in the first term To is what stands still for the
     copy. With ``mtbf_s``, mean time between failures of the whole job, see `needed_steps`.
-
-    Raises:
-        ValueError: see `needed_steps`, or mode GPU without ``snapshot_gpu_s``.
+    ValueError for values that cannot be meant, and for mode GPU without ``snapshot_gpu_s``.
     """
     cost_s = stall_s(costs, mode)
     left_s = finish_s(costs, mode) + _duration(costs.call_s) - cost_s
@@ -96,11 +78,7 @@ def needed_steps(
 ) -> int:
     """Return k for saves that cost ``cost_s`` and go on beside the loop for ``left_s``.
 
-    The shortest interval that the budget allows; with a failure rate not shorter than the one that
-    wastes least.
-
-    Raises:
-        ValueError: ``max_overhead`` is outside (0, 1], or ``mtbf_s`` is not a positive number.
+    With a failure rate it is not shorter than the one that wastes least.
     """
     shortest = steps_for(left_s, cost_s, iteration_s, max_overhead)
     if mtbf_s is None:
@@ -109,11 +87,7 @@ def needed_steps(
 
 
 def steps_for(left_s: float, cost_s: float, iteration_s: float, max_overhead: float) -> int:
-    """Return the smallest k with ``left_s <= k Ti`` and ``cost_s <= p k Ti``, at least 1.
-
-    Raises:
-        ValueError: ``max_overhead`` is outside (0, 1].
-    """
+    """Return the smallest k with ``left_s <= k Ti`` and ``cost_s <= p k Ti``, at least 1."""
     if not 0 < max_overhead <= 1:
         raise ValueError(f"max_overhead must be in (0, 1], got {max_overhead}")
     one = _iteration(iteration_s)
@@ -127,10 +101,6 @@ def least_waste_interval_steps(cost_per_save_s: float, iteration_s: float, mtbf_
 
     A save costs C every k iterations, a failure loses half an interval on average, so the waste is
     ``C / (k Ti) + k Ti / (2 MTBF)``: least at ``k Ti = sqrt(2 C MTBF)`` (Young 1974, Daly 2006).
-    Of the two whole numbers beside it the better one is returned.
-
-    Raises:
-        ValueError: ``mtbf_s`` is not a positive number.
     """
     check_mtbf(mtbf_s)
     one, cost = _iteration(iteration_s), _duration(cost_per_save_s)
@@ -141,15 +111,15 @@ def least_waste_interval_steps(cost_per_save_s: float, iteration_s: float, mtbf_
     return min(low, low + 1, key=lambda k: cost / (k * one) + k * one / (2 * mtbf_s))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Forecast:
     """What an interval means for the run."""
 
     lost_work_s: float  # expected of one failure: half an interval, and the save in flight
     recovery_bound_s: float  # at most this much is computed again after a failure
     overhead: float  # share of training time spent on saves, ``To / (k Ti)``
-    # Expected share of wall time that is training and not done twice, without the time to detect a
-    # failure and to restart; None if the failure rate is not known.
+    # Expected share of wall time that is training and not done twice, without the time to restart;
+    # None if the failure rate is not known.
     goodput: float | None
 
 
@@ -167,18 +137,6 @@ def forecast(
 
     A crash loses one interval and the save in flight after it: ``2 k Ti``, or more if a gap does
     not fit into that. The next save waits for the one in flight, so that counts up to k iterations.
-
-    Args:
-        k: interval in iterations, at least 1.
-        iteration_s: Ti.
-        cost_s: what a save costs the loop (To).
-        save_s: from the start of a save until it is published.
-        longest_save_s: of the last ones the longest; default: ``save_s``.
-        gap_steps: iterations that one interval is longer.
-        mtbf_s: mean time between failures of the job; None if not known.
-
-    Raises:
-        ValueError: ``k`` is less than 1, or ``mtbf_s`` is not a positive number.
     """
     if k < 1:
         raise ValueError(f"an interval has at least one iteration, got {k}")
@@ -192,12 +150,7 @@ def forecast(
     if mtbf_s is not None:
         check_mtbf(mtbf_s)
         goodput = max(0.0, 1 - lost_s / mtbf_s) / (1 + overhead)
-    return Forecast(
-        lost_work_s=lost_s,
-        recovery_bound_s=max(2 * k, most_steps) * one,
-        overhead=overhead,
-        goodput=goodput,
-    )
+    return Forecast(lost_s, max(2 * k, most_steps) * one, overhead, goodput)
 
 
 def check_mtbf(mtbf_s: float) -> None:
@@ -219,8 +172,7 @@ def _iteration(measured: float) -> float:
 
 
 def _duration(measured: float) -> float:
-    """Return a usable duration: NaN and negative values are 0, infinity is very long."""
-    return min(measured, 1e15) if measured > 0 else 0.0
+    return min(measured, 1e15) if measured > 0 else 0.0  # NaN is not
 
 
 def _ceil(steps: float) -> int:

@@ -1,7 +1,7 @@
 """What one rank saw of the training in one interval, and what of it one save cost. Pure.
 
-An interval runs from the end of one save's `after_step` to the end of the next one's. The
-background work of the first save falls into it, and the `after_step` of the second.
+An interval runs from the end of one save's `after_step` to the end of the next one's: with the
+background work of the first save, and the `after_step` of the second.
 """
 
 from __future__ import annotations
@@ -50,10 +50,7 @@ class Pace:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class IntervalSeen:
-    """Summary of the iterations of one interval. Small, plain, pickles.
-
-    Every iteration is in one of three kinds; their times are without the wait for the copy.
-    """
+    """Summary of the iterations of one interval. Times of each kind are without waiting."""
 
     elapsed_s: float = 0.0  # wall time, ``after_step`` included
     blocked_s: float = 0.0  # sum over the iterations, as are the next two
@@ -101,18 +98,13 @@ def summarise(iterations: Sequence[Iteration]) -> IntervalSeen:
 
 
 def slow_down_s(seen: IntervalSeen, base_s: float) -> float:
-    """Return by how much a save made the iterations beside it slower than ``base_s``.
+    """Return by how much a save made the iterations beside it slower; negative if faster.
 
     The excess of the typical iteration, times their number: one slow iteration does not count.
-    Negative if they were faster, which says that ``base_s`` is too high.
     """
     return seen.copying.excess_s(base_s) + seen.loaded.excess_s(base_s)
 
 
 def cost_per_save_s(seen: IntervalSeen, base_s: float) -> float:
-    """Return what one save cost the training loop in seconds, at least 0.
-
-    That is all time blocked in ``after_step``, all waiting for the copy, and the slow-down
-    against ``base_s``, an iteration with no save under way.
-    """
+    """Return what a save cost the loop: time blocked, waiting for the copy, and the slow-down."""
     return max(0.0, seen.blocked_s + seen.waited_s + slow_down_s(seen, base_s))

@@ -4,13 +4,9 @@ from __future__ import annotations
 
 import logging
 
+from dcp_checkfreq.format.checked_json import LONGEST_TEXT
 from dcp_checkfreq.format.names import RUN_FOLDER, new_attempt, profile_file
-from dcp_checkfreq.policy.stored_profile import (
-    LONGEST_TEXT,
-    StoredProfile,
-    decode,
-    encode,
-)
+from dcp_checkfreq.policy.stored_profile import StoredProfile, decode, encode
 from dcp_checkfreq.storage.tier import Tier, read_small
 
 _log = logging.getLogger(__name__)
@@ -34,7 +30,8 @@ class ProfileFiles:
         except FileNotFoundError:
             return None
         except (OSError, ValueError) as error:
-            _log.warning("%s/%s is not used, this run profiles anew: %s", *self._at(name), error)
+            why = f"{name} is not used, this run profiles anew: {error}"
+            _log.warning("%s/%s", self._folder.location, why)
             return None
         return profile if profile.fingerprint == fingerprint else None
 
@@ -45,7 +42,4 @@ class ProfileFiles:
             self._folder.make()
             self._folder.replace(name, encode(profile).encode(), scratch=f"{name}.{new_attempt()}")
         except OSError as error:
-            _log.warning("%s/%s was not written: %s", *self._at(name), error)
-
-    def _at(self, name: str) -> tuple[str, str]:
-        return self._folder.location, name
+            _log.warning("%s/%s was not written: %s", self._folder.location, name, error)

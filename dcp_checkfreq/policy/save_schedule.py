@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import replace
 
-import torch
-
+from dcp_checkfreq.format.checked_json import fingerprint
 from dcp_checkfreq.policy import tuner
-from dcp_checkfreq.policy.costs import FEWEST_PROFILE_STEPS, Costs, profile_steps, worst
+from dcp_checkfreq.policy.costs import Costs, profile_steps, worst
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.profile_file import ProfileFiles
 from dcp_checkfreq.policy.save_timings import SaveTimings, worst_seen
-from dcp_checkfreq.policy.stored_profile import StoredProfile, fingerprint
+from dcp_checkfreq.policy.stored_profile import StoredProfile
 from dcp_checkfreq.policy.tuner import Decision, Tuning
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.storage.tier import Tier
@@ -24,18 +24,10 @@ _log = logging.getLogger(__name__)
 class SaveSchedule:
     """Says when the next save is due; the same on all ranks at the same step.
 
-    Tuned, it profiles, saves once, and then every k iterations as rank 0's tuner says; it goes on
-    from a stored profile of the same job if there is one. All ranks make it together.
-
-    Args:
-        root: folder of the run.
-        ranks: of this job.
-        description: plain values that say what saving this rank's state costs.
-        every: save at multiples of this step, and tune nothing.
-        max_overhead: p.
-        mtbf_s: mean time between failures of the job, if known.
-        steps_per_epoch: for the length of the profile.
-        mode: how to copy; None: as the tuner decides.
+    With ``every``, at multiples of that. Else it profiles, saves once, and then every k iterations
+    as rank 0's tuner says; it goes on from a stored profile of the same job if there is one. All
+    ranks make it together. ``description`` is plain values that say what saving this rank's state
+    costs; ``mode`` None lets the tuner decide how to copy.
     """
 
     def __init__(
@@ -51,49 +43,38 @@ class SaveSchedule:
         mode: Mode | None,
     ) -> None:
         self._every, self._fixed_mode = every, mode
-        self._max_overhead, self._mtbf_s = max_overhead, mtbf_s
         self._profile_steps = profile_steps(steps_per_epoch)
-        self._since = 0  # iterations since the last save began, or since the start
-        self._saves = 0
+        self._start = functools.partial(tuner.start, max_overhead=max_overhead, mtbf_s=mtbf_s)
+        self._since = self._saves = 0  # iterations since the last save began, or since the start
         self._waits_for_decision = False
         self._tuning: Tuning | None = None  # on rank 0 it changes with every save
         self._decision: Decision | None = None
         self._to_store: Tuning | None = None
-        self._profiles = ProfileFiles(root)
-        if every is not None:
-            return
+        self._profiles, self._job = ProfileFiles(root), ""
+        if every is None:
+            job = (ranks.world_size, root.location)
+            self._job, stored = ranks.reduce_on_rank_0(
+                description, lambda of_ranks: self._look_up([*job, of_ranks])
+            )
+            if stored is not None:
+                k = stored.interval_under(max_overhead, mtbf_s)
+                mode = self._mode_for(stored.costs)
+                self._tuning = self._start(stored.costs, mode=mode, first_interval_steps=k)
+                self._decision = tuner.opening(self._tuning)
 
-        def look_up(of_ranks: list[list[object]]) -> tuple[str, StoredProfile | None]:
-            job = fingerprint([ranks.world_size, root.location, of_ranks])
-            return job, self._profiles.load(job)
-
-        self._job, stored = ranks.reduce_on_rank_0(description, look_up)
+    def _look_up(self, of_job: list[object]) -> tuple[str, StoredProfile | None]:
+        job = fingerprint(of_job)
+        stored = self._profiles.load(job)
         if stored is not None:
-            k = stored.interval_under(max_overhead, mtbf_s)
-            self._tuning = self._start(stored.costs, first_interval_steps=k)
-            self._decision = tuner.opening(self._tuning)
-            if ranks.rank == 0:
-                _log.info("%s, as an earlier run found: %s", self._decision.reason, stored.costs)
+            why = f"as an earlier run of this job did last: {stored.costs}"
+            _log.info("save every %d iterations, %s", stored.interval_steps, why)
+        return job, stored
 
-    def _start(
-        self,
-        costs: Costs,
-        *,
-        first_interval_steps: int | None = None,
-        base_steps: int = FEWEST_PROFILE_STEPS,
-    ) -> Tuning:
-        mode = self._fixed_mode
-        if mode is Mode.GPU and costs.snapshot_gpu_s is None:
+    def _mode_for(self, costs: Costs) -> Mode | None:
+        if self._fixed_mode is Mode.GPU and costs.snapshot_gpu_s is None:
             _log.warning("snapshots do not fit into GPU memory: they go to the host")
-            mode = Mode.CPU
-        return tuner.start(
-            costs,
-            max_overhead=self._max_overhead,
-            mtbf_s=self._mtbf_s,
-            mode=mode,
-            first_interval_steps=first_interval_steps,
-            base_steps=base_steps,
-        )
+            return Mode.CPU
+        return self._fixed_mode
 
     # --- on every rank, on the training thread ---
 
@@ -131,13 +112,9 @@ class SaveSchedule:
 
     def next_save(self, step: int) -> SaveTimings:
         """Return what is known of the next save before it begins."""
-        return SaveTimings(
-            step=step,
-            interval_steps=self.interval_steps,
-            mode=self.mode,
-            # The interval before the second save holds the first one, whose buffers were cold.
-            is_first=self._saves < 2,
-        )
+        # The interval before the second save holds the first one, whose buffers were cold.
+        is_first, k = self._saves < 2, self.interval_steps
+        return SaveTimings(step=step, interval_steps=k, mode=self.mode, is_first=is_first)
 
     def save_started(self) -> None:
         """Say that a save has begun."""
@@ -167,38 +144,31 @@ class SaveSchedule:
         else:
             costs = worst([rank.profile() for rank in ranks])
             steps = min(rank.interval.steps for rank in ranks)
-            self._tuning = self._start(costs, base_steps=steps)
+            self._tuning = self._start(costs, mode=self._mode_for(costs), base_steps=steps)
             decision = tuner.opening(self._tuning)
-        changed = before is None or (before.interval_steps, before.mode) != (
-            decision.interval_steps,
-            decision.mode,
-        )
-        level = logging.INFO if changed else logging.DEBUG
-        _log.log(level, "step %d: %s", ranks[0].step, _told(decision))
+        now = (decision.interval_steps, decision.mode)
+        changed = before is None or (before.interval_steps, before.mode) != now
+        tell = _log.info if changed else _log.debug
+        tell("step %d: %s", ranks[0].step, _told(decision))
         if changed or (known is not None and known.warming and not self._tuning.warming):
             self._to_store = self._tuning
         return decision
 
     def store(self) -> None:
-        """Keep on storage what was learned, if it is new.
-
-        Not in `decide`, which the end of the save waits for, and with it the loop if the next one
-        is due: on a busy disk it takes seconds.
-        """
+        """Keep on storage what was learned, if it is new. On a busy disk that takes seconds."""
         tuning, self._to_store = self._to_store, None
-        if tuning is None:
-            return
-        self._profiles.store(
-            StoredProfile(
-                fingerprint=self._job,
-                costs=tuning.costs,
-                mode=tuning.mode,
-                interval_steps=tuning.interval_steps,
-                max_overhead=self._max_overhead,
-                mtbf_s=self._mtbf_s,
-                confirmed=not tuning.warming,
+        if tuning is not None:
+            self._profiles.store(
+                StoredProfile(
+                    fingerprint=self._job,
+                    costs=tuning.costs,
+                    mode=tuning.mode,
+                    interval_steps=tuning.interval_steps,
+                    max_overhead=tuning.max_overhead,
+                    mtbf_s=tuning.mtbf_s,
+                    confirmed=not tuning.warming,
+                )
             )
-        )
 
 
 def _told(decision: Decision) -> str:
@@ -208,16 +178,3 @@ def _told(decision: Decision) -> str:
         f"{decision.reason}. Expected: {ahead.overhead:.1%} overhead, and a crash loses "
         f"{ahead.lost_work_s:.3g} s of work (at most {ahead.recovery_bound_s:.3g} s){goodput}"
     )
-
-
-def mode_of(snapshot: str) -> Mode | None:
-    """Return how snapshots are copied; None: as the costs say.
-
-    Raises:
-        ValueError: there is no such device.
-    """
-    if snapshot == "auto":
-        return None
-    if snapshot == "gpu" and not torch.cuda.is_available():
-        raise ValueError("snapshot='gpu' needs a CUDA device")
-    return Mode(snapshot)

@@ -6,7 +6,8 @@ import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from dcp_checkfreq.policy.costs import ALIKE, Costs
+from dcp_checkfreq.policy.constants import ALIKE
+from dcp_checkfreq.policy.costs import Costs
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.observation import IntervalSeen, cost_per_save_s
 
@@ -75,9 +76,6 @@ def worst_seen(ranks: Sequence[SaveTimings]) -> SaveTimings:
     one rank waits for shows on others as slow iterations and must not count twice: the rank for
     which the interval was dearest, among those that set the pace. Where ranks do not wait for each
     other in every iteration, the fast ones wait at the save, and that is no cost of saving.
-
-    Raises:
-        ValueError: there is no rank.
     """
     if not ranks:
         raise ValueError("no rank has seen anything")
@@ -104,25 +102,21 @@ def worst_seen(ranks: Sequence[SaveTimings]) -> SaveTimings:
 
 
 def warmer(costs: Costs, seen: SaveTimings) -> Costs:
-    """Return the costs of a profile whose buffers were cold, with what this save did faster.
+    """Return the costs of a profile whose buffers were cold, with what this save did faster."""
 
-    What it did slower is left out: that may be chance, and a profile is there already.
-    """
+    def less(before_s: float, seen_s: float) -> float:
+        return seen_s if 0 <= seen_s < before_s else before_s
+
     cpu_s, gpu_s, persist_s = costs.snapshot_cpu_s, costs.snapshot_gpu_s, max(0.0, seen.persist_s)
     if seen.mode is Mode.GPU:
-        gpu_s = None if gpu_s is None else _less(gpu_s, seen.copy_s)
+        gpu_s = None if gpu_s is None else less(gpu_s, seen.copy_s)
         # the copy to the host, which is not measured by itself, is part of what was seen
-        left_s = _less(cpu_s + costs.persist_s, persist_s)
+        left_s = less(cpu_s + costs.persist_s, persist_s)
         cpu_s = min(cpu_s, left_s)
         persist_s = left_s - cpu_s
     else:
-        cpu_s = _less(cpu_s, seen.copy_s)
-        persist_s = _less(costs.persist_s, persist_s)
-    call_s = _less(costs.call_s, seen.call_s)
+        cpu_s, persist_s = less(cpu_s, seen.copy_s), less(costs.persist_s, persist_s)
+    call_s = less(costs.call_s, seen.call_s)
     return replace(
         costs, snapshot_cpu_s=cpu_s, snapshot_gpu_s=gpu_s, persist_s=persist_s, call_s=call_s
     )
-
-
-def _less(before_s: float, seen_s: float) -> float:
-    return seen_s if 0 <= seen_s < before_s else before_s

@@ -2,36 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections import deque
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
 from dcp_checkfreq.policy.observation import Iteration
 from dcp_checkfreq.runtime.clock import Clock
-
-_MOST_LAPS = 4096
-
-Mark = Any  # a moment: seconds, or a CUDA event
-MarkPair = tuple[Mark, Mark]
-
-
-def _host_seconds(begun: Mark, ended: Mark) -> float | None:
-    return float(ended - begun)
-
-
-def _gpu_mark(device: torch.device) -> Mark:
-    event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-    event.record(torch.cuda.current_stream(device))
-    return event
-
-
-def _gpu_seconds(begun: Mark, ended: Mark) -> float | None:
-    # What has not happened yet is left out: waiting for it would stop the host.
-    return begun.elapsed_time(ended) / 1000 if begun.query() and ended.query() else None
+from dcp_checkfreq.runtime.marks import Mark, MarkPair, marker, seconds_between, sum_of
 
 
 @dataclass(slots=True)
@@ -43,30 +21,44 @@ class Lap:
     is_loaded: bool
     is_copying: bool
     ended: Mark = None  # `after_step` was called. If that waited for the save before:
-    waited_until: Mark = None
+    waited: list[MarkPair] = field(default_factory=list)
     # The loop was held up in between, by a save that was asked for; some of it only to wait.
     pauses: list[MarkPair] = field(default_factory=list)
     queued: list[MarkPair] = field(default_factory=list)
     waits: list[MarkPair] = field(default_factory=list)
     updates: list[MarkPair] = field(default_factory=list)
 
+    def iteration(self) -> Iteration | None:
+        """Return what it took; None if it, or the GPU, is not done."""
+        if self.ended is None:
+            return None
+        seconds = seconds_between(self.begun, self.ended)
+        held_up = seconds_between(self.left, self.begun)
+        if seconds is None or held_up is None:
+            return None
+        pauses, waited = sum_of(self.pauses), sum_of(self.waited)
+        return Iteration(
+            seconds=seconds - pauses,
+            blocked_s=held_up + pauses + waited,
+            waited_s=sum_of(self.waits),
+            update_s=sum_of(self.updates),
+            loaded=self.is_loaded,
+            copying=self.is_copying,
+            queued_s=waited + sum_of(self.queued),
+        )
+
 
 class StepTimer:
     """What the iterations of this rank took, and what of it was waiting for saves.
 
     With CUDA moments are events on the training stream, which cost nothing to record and tell how
-    long the GPU took; the host may be many kernels ahead. Used by the training thread, but for
-    `resolve`.
+    long the GPU took. Used by the training thread, but for `resolve`.
     """
 
     def __init__(self, clock: Clock, *, gpu: torch.device | None) -> None:
-        self.mark: Callable[[], Mark] = clock.monotonic_s
-        self._seconds = _host_seconds
-        if gpu is not None:
-            self.mark = functools.partial(_gpu_mark, gpu)
-            self._seconds = _gpu_seconds
+        self.mark = marker(clock, gpu)
         # With a long interval the oldest are let go: thousands are enough for a median.
-        self._laps: deque[Lap] = deque(maxlen=_MOST_LAPS)
+        self._laps: deque[Lap] = deque(maxlen=4096)
         self._entered: Mark = None
         self._accounted: Mark = None
         self._paused: Mark = None
@@ -80,12 +72,7 @@ class StepTimer:
             self._laps[-1].ended = self._entered
 
     def exit(self, *, is_loaded: bool, is_copying: bool) -> None:
-        """Say that `after_step` returns: the next iteration begins.
-
-        Args:
-            is_loaded: a save is under way.
-            is_copying: its snapshot is.
-        """
+        """Say that `after_step` returns, with a save under way, and its snapshot, or without."""
         now = self.mark()
         self._laps.append(Lap(self._accounted or now, now, is_loaded, is_copying))
 
@@ -93,7 +80,7 @@ class StepTimer:
         """Say that `after_step` has waited until now for the save before."""
         self._accounted = self.mark()
         if self._laps and self._laps[-1].ended is self._entered:
-            self._laps[-1].waited_until = self._accounted
+            self._laps[-1].waited = [(self._entered, self._accounted)]
 
     def pause(self) -> None:
         """Say that `save` was called: the iteration is held up until `resume`."""
@@ -145,34 +132,8 @@ class StepTimer:
 
     def waited_s(self) -> float:
         """Return for how long updates have waited for the last snapshot, as far as is known."""
-        return self._sum(self._waits)
+        return sum_of(self._waits)
 
     def resolve(self, laps: list[Lap]) -> list[Iteration]:
         """Return what iterations took, as far as the GPU is done with them. On any thread."""
-        made = []
-        for lap in laps:
-            if lap.ended is None:
-                continue
-            seconds = self._seconds(lap.begun, lap.ended)
-            held_up = self._seconds(lap.left, lap.begun)
-            if seconds is None or held_up is None:
-                continue
-            pauses = self._sum(lap.pauses)
-            queued = 0.0
-            if lap.waited_until is not None:
-                queued = self._seconds(lap.ended, lap.waited_until) or 0.0
-            made.append(
-                Iteration(
-                    seconds=seconds - pauses,
-                    blocked_s=held_up + pauses + queued,
-                    waited_s=self._sum(lap.waits),
-                    update_s=self._sum(lap.updates),
-                    loaded=lap.is_loaded,
-                    copying=lap.is_copying,
-                    queued_s=queued + self._sum(lap.queued),
-                )
-            )
-        return made
-
-    def _sum(self, spans: list[MarkPair]) -> float:
-        return sum(self._seconds(begun, ended) or 0.0 for begun, ended in spans)
+        return [one for lap in laps if (one := lap.iteration()) is not None]

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 RUN = Path(__file__).with_name("run.py")
-LONGEST_GAP_STEPS = 8  # docs/policy.md: now and then one interval is longer by so much
+LONGEST_GAP_STEPS = 3  # docs/policy.md: now and then one interval is longer by so much
 SAVING_ARMS = {"stock_sync", "sync", "persist_overlap", "both_overlap"}
 
 pytestmark = [pytest.mark.bench, pytest.mark.slow, pytest.mark.timeout(300)]
@@ -138,3 +138,17 @@ def test_fig8_ends_with_the_same_loss_however_often_it_was_interrupted(tmp_path:
     assert losses != {None}
     for run in by_arm.values():
         assert run["launches"][-1]["last_step"] == 60
+
+
+def test_the_grid_of_simulated_jobs_compares_two_trees(tmp_path):
+    command = [sys.executable, RUN.with_name("grid.py"), "--jobs", "9"]
+    first = tmp_path / "first.json"
+    for more in (["--out", first], ["--against", first]):
+        ran = subprocess.run([*command, *more], capture_output=True, text=True, check=True)
+    lines = ran.stdout.splitlines()
+    assert lines[0] == "9 jobs, each figure here and there"
+    kinds = ["all", "steady", "noisy", "jump", "busy", "swing", "cold", "contention", "drift"]
+    assert [line.split()[0] for line in lines[1:]] == [*kinds, "long"]
+    for line in lines[1:]:
+        _, _, here, there, *_ = line.split()
+        assert here == there

@@ -9,7 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from dcp_checkfreq.policy.baseline import Baseline
-from dcp_checkfreq.policy.costs import KEPT, Costs
+from dcp_checkfreq.policy.constants import KEPT
+from dcp_checkfreq.policy.costs import Costs
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.observation import (
     Iteration,
@@ -28,7 +29,7 @@ from dcp_checkfreq.policy.save_timings import SaveTimings, warmer
 
 QUIET = Baseline(paces=(Pace(steps=50, typical_s=1.0),), noises=(0.0,))
 ONE = SaveCost(
-    cost_s=1.0, error_s=0.0, beside_steps=4, stall_s=0.0, left_s=3.0, finish_s=3.0, persist_s=3.0,
+    cost_s=1.0, error_s=0.0, beside_steps=4, stall_s=0.0, left_s=3.0, finish_s=3.0,
     overlap_s=0.0, fresh=True,
 )  # fmt: skip
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import pytest
 
-from dcp_checkfreq.policy.costs import PROFILE_STEPS
+from dcp_checkfreq.policy.constants import PROFILE_STEPS
 from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.observation import Iteration, summarise
 from dcp_checkfreq.policy.save_schedule import SaveSchedule

@@ -10,15 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from dcp_checkfreq.format.checked_json import LONGEST_TEXT, digest_of, fingerprint
 from dcp_checkfreq.policy.costs import Costs
 from dcp_checkfreq.policy.interval import MAX_INTERVAL_STEPS, Mode
 from dcp_checkfreq.policy.stored_profile import (
-    LONGEST_TEXT,
     StoredProfile,
-    _digest,
     decode,
     encode,
-    fingerprint,
 )
 
 SECONDS = st.floats(0, 1e9)
@@ -63,7 +61,7 @@ def edited(change):
     body = json.loads(encode(ONE))
     del body["digest"]
     change(body)
-    return json.dumps(body | {"digest": _digest(body)})
+    return json.dumps(body | {"digest": digest_of(body)})
 
 
 @given(PROFILES)
@@ -192,9 +190,7 @@ def test_order_matters_in_sequences_only_and_kinds_of_values_are_told_apart():
 
 def test_another_process_finds_the_same():
     parts = "{'url': 's3://b/x', 'world': 4, 'keys': ['w', 'b'], 'bytes': 123, 'share': 0.1}"
-    code = (
-        f"from dcp_checkfreq.policy.stored_profile import fingerprint; print(fingerprint({parts}))"
-    )
+    code = f"from dcp_checkfreq.format.checked_json import fingerprint; print(fingerprint({parts}))"
     found = subprocess.run(
         [sys.executable, "-c", code], check=True, capture_output=True, text=True,
         env={"PYTHONHASHSEED": "77"},

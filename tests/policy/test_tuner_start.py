@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from property_examples import examples
 from simulated_job import Job, steady, stepped
 
-from dcp_checkfreq.policy.costs import PROFILE_STEPS
+from dcp_checkfreq.policy.constants import PROFILE_STEPS
 from dcp_checkfreq.policy.interval import MAX_INTERVAL_STEPS, Mode, interval_steps
 from dcp_checkfreq.policy.observation import summarise
 from dcp_checkfreq.policy.save_timings import SaveTimings
