@@ -86,6 +86,8 @@ os._exit(0)  # the end of an interpreter takes seconds
 """
 
 
+@pytest.mark.crash
+@pytest.mark.slow
 def test_killed_in_the_middle_of_an_overwrite_there_is_the_old_one_or_the_new_one(tmp_path):
     scripts = {f"at{n}": KILLED.format(n=n) for n in range(24)}
     seen = set()

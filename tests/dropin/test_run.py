@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+pytestmark = pytest.mark.slow  # processes that import torch
+
 TRAIN = """
 import os, sys
 assert "torch" not in sys.modules
