@@ -52,11 +52,11 @@ def folder(tmp_path):
 
 
 def python(*arguments, cwd):
-    here = os.getcwd()
+    paths = [os.getcwd(), os.environ.get("PYTHONPATH", "")]
     return subprocess.run(
         [sys.executable, *arguments],
         cwd=cwd,
-        env=os.environ | {"PYTHONPATH": here},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join(path for path in paths if path)},
         capture_output=True,
         text=True,
         check=False,
