@@ -1,6 +1,6 @@
 """The ranks of the preemption tests: `python jobs_preemption.py JOB FOLDER [OPTIONS]`.
 
-Not run by `worker.py`: a real `torchrun` starts them, and they end by signals. Each rank writes
+Not run by `worker.py`: they end by signals, and some of them a real `torchrun` starts. Each rank writes
 its pid to ``FOLDER/RANK.pid``, its log to ``RANK.log`` and what it has to say to ``RANK.json``.
 """
 

@@ -1,4 +1,4 @@
-"""Starts `worker.py` as a gloo job of several processes and collects what its ranks say."""
+"""Starts a script as a gloo job of several processes; from `worker.py`, what its ranks say."""
 
 import atexit
 import contextlib
@@ -11,6 +11,7 @@ import uuid
 from pathlib import Path
 
 SERVER = Path(__file__).with_name("rank_server.py")
+WORKER = Path(__file__).with_name("worker.py")
 _servers = []  # the one that is running, if there is one
 
 
@@ -28,7 +29,7 @@ def start(ranks, folder, jobs, *, expect_death=(), timeout_s=150):
     if died != list(expect_death):
         logs = "\n".join(
             f"--- rank {rank}: exit {code}\n"
-            + (run / f"{rank}.log").read_text(errors="replace")[-3000:]
+            + (run / f"{rank}.out").read_text(errors="replace")[-3000:]
             for rank, code in enumerate(codes)
         )
         raise AssertionError(f"ranks {died} died or hung\n{logs}")
@@ -42,26 +43,58 @@ def start(ranks, folder, jobs, *, expect_death=(), timeout_s=150):
 
 
 def run_ranks(ranks, arguments, folder, timeout_s):
-    """Run a process for each rank, with its output in ``folder``; return their exit codes."""
-    environment = os.environ | {
-        "WORLD_SIZE": str(ranks),
-        "MASTER_ADDR": "127.0.0.1",
-        "OMP_NUM_THREADS": "1",
-    }
-    server = the_server()
-    pids = []
-    try:
-        asked = [ranks, arguments, environment, str(folder), timeout_s]
-        server.stdin.write(json.dumps(asked) + "\n")
-        server.stdin.flush()
-        pids = json.loads(server.stdout.readline())
-        return json.loads(server.stdout.readline())
-    except BaseException:  # a timeout of the test: the next one shall find nothing of it
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        end_server()
-        raise
+    """Run `worker.py` on each rank, with its output in ``folder``; return the exit codes."""
+    with ForkedRanks(WORKER, ranks, arguments, folder, timeout_s=timeout_s) as job:
+        return job.wait()
+
+
+class ForkedRanks:
+    """A script that runs on some ranks: each a process that has imported what it needs.
+
+    For a ``with`` block, at whose end no rank is left. Output is in ``folder/RANK.out``. Ranks that
+    run after ``timeout_s`` are killed. There is one such job at a time.
+    """
+
+    def __init__(self, script, ranks, arguments, folder, *, timeout_s=150, **environment):
+        environment = os.environ | {
+            "WORLD_SIZE": str(ranks),
+            "MASTER_ADDR": "127.0.0.1",
+            "OMP_NUM_THREADS": "1",
+            **environment,
+        }
+        self.codes, self._server = None, the_server()
+        try:
+            arguments = list(map(str, arguments))
+            asked = [str(script), ranks, arguments, environment, str(folder), timeout_s]
+            self._server.stdin.write(json.dumps(asked) + "\n")
+            self._server.stdin.flush()
+            self.pids = json.loads(self._server.stdout.readline())
+        except BaseException:
+            end_server()
+            raise
+
+    def wait(self):
+        """Wait for all; return their exit codes. A death is minus its signal."""
+        if self.codes is None:
+            self.codes = json.loads(self._server.stdout.readline())
+        return self.codes
+
+    def is_running(self):
+        """Whether any of them runs."""
+        return self.codes is None and any(os.path.exists(f"/proc/{pid}") for pid in self.pids)
+
+    def __enter__(self):
+        return self
+
+    def __exit__(self, *error):
+        if self.codes is not None:
+            return
+        for pid in self.pids:
+            with contextlib.suppress(OSError):  # it has ended
+                status = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+                if int(status[1]) == self._server.pid:
+                    os.kill(pid, signal.SIGKILL)
+        end_server()  # what it would say belongs to nobody
 
 
 def the_server():

@@ -1,59 +1,55 @@
 """Forks ranks: importing torch takes seconds of a core, and each rank would do it anew.
 
-`launch.start` runs it. Each line of its input is ``[ranks, arguments, environment, folder,
+`launch` runs it. Each line of its input is ``[script, ranks, arguments, environment, folder,
 timeout_s]``; it answers with the pids, and with the exit codes once all have ended. A rank is a
 process of its own that has run nothing yet: no thread, no operation of torch, no process group.
+It runs the script as its main program, and ends as every script does.
 """
 
 import json
 import os
+import random
 import signal
 import sys
 import threading
 import time
 
-import worker
+import worker  # noqa: F401  and with it all that ranks import
 
 
 def serve():
+    """Fork ranks until there is no more input. Return the script to run: in a rank, that is."""
     # blocked, so that it can be waited for
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
     for line in sys.stdin:
-        ranks, arguments, environment, folder, timeout_s = json.loads(line)
-        pids = [fork(rank, arguments, environment, folder) for rank in range(ranks)]
+        script, ranks, arguments, environment, folder, timeout_s = json.loads(line)
+        pids = []
+        for rank in range(ranks):
+            assert threading.active_count() == 1, "a thread that a fork would leave behind"
+            pids.append(os.fork())
+            if not pids[-1]:
+                become(rank, environment, folder)
+                sys.argv = [script, *arguments]
+                return script
         tell(pids)
         tell(exit_codes(pids, timeout_s))
+    return None
 
 
 def tell(value):
     print(json.dumps(value), flush=True)
 
 
-def fork(rank, arguments, environment, folder):
-    assert threading.active_count() == 1, "a thread that a fork would leave behind"
-    pid = os.fork()
-    if pid:
-        return pid
-    code = 1
-    try:
-        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
-        os.environ.clear()
-        os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        log = os.open(f"{folder}/{rank}.log", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
-        for fd, stands_for in ((nothing, 0), (log, 1), (log, 2)):
-            os.dup2(fd, stands_for)
-        sys.stdin = open(0)  # noqa: SIM115  the server's has lines of its own in its buffer
-        sys.argv = [worker.__file__, *arguments]
-        worker.main()
-        code = 0
-    except SystemExit as error:
-        code = error.code if isinstance(error.code, int) else int(error.code is not None)
-    except BaseException:  # noqa: BLE001  shown in the log, as Python would
-        sys.excepthook(*sys.exc_info())
-    finally:
-        sys.stdout.flush()
-        os._exit(code)
+def become(rank, environment, folder):
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGCHLD})
+    random.seed()  # as in any new process
+    os.environ.clear()
+    os.environ.update(environment, RANK=str(rank), LOCAL_RANK=str(rank))
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    out = os.open(f"{folder}/{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
+    for fd, stands_for in ((nothing, 0), (out, 1), (out, 2)):
+        os.dup2(fd, stands_for)
+    sys.stdin = open(0)  # noqa: SIM115  the server's has lines of its own in its buffer
 
 
 def exit_codes(pids, timeout_s):
@@ -73,4 +69,10 @@ def exit_codes(pids, timeout_s):
 
 
 if __name__ == "__main__":
-    serve()
+    script = serve()
+    if script is not None:
+        __file__ = script
+        sys.path.insert(0, os.path.dirname(script))
+        with open(script) as file:
+            text = file.read()
+        exec(compile(text, script, "exec"))
