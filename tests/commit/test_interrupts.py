@@ -27,7 +27,7 @@ pytestmark = [unraised, pytest.mark.slow]
 
 PACKAGE = os.path.dirname(dcp_checkfreq.__file__) + "/"
 EVERY = int(os.environ.get("INTERRUPT_EVERY", "9"))
-COMMIT = ("publish/", "writer.py")
+COMMIT = ("commit/", "dcp/writer.py")
 
 
 class Interrupt:
@@ -111,6 +111,7 @@ def test_an_interrupt_anywhere_leaves_the_old_values_or_the_new_ones_whole(overw
         outcomes.add((error is None, value))
     assert {(False, 1), (False, 2)} <= outcomes, "interrupts before and after the commit"
     assert len(tried) > 40
+    assert all(any(entry.startswith(part) for entry in entries) for part in COMMIT)
 
 
 def three_steps():

@@ -1,5 +1,7 @@
 """Jobs: shards written on some ranks and read on others."""
 
+import itertools
+
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
@@ -79,33 +81,53 @@ def save_shards(shared):
 
 @job
 def load_shards(shared):
-    """Load every checkpoint that is there with every sharding of this world; name what is wrong."""
+    """Load what every world has saved with every sharding of this one; name what is wrong.
+
+    Of the other ways to save, each is loaded with one sharding, in turn.
+    """
+    kinds = kinds_here()
+    turn = itertools.cycle(kinds)
+    return loaded(
+        (folder, *kind)
+        for folder in sorted(shared.glob("shards_*"))
+        for kind in (kinds if folder.name.endswith("_sync") else [next(turn)])
+    )
+
+
+@job
+def load_shards_every_way(shared):
+    """Load every checkpoint that is there with every sharding of this world."""
+    return loaded((f, *kind) for f in sorted(shared.glob("shards_*")) for kind in kinds_here())
+
+
+def kinds_here():
+    _, placements = shard_state(False)
+    return [(mesh, kind) for mesh, of_mesh in placements.items() for kind in of_mesh]
+
+
+def loaded(cases):
     meshes, placements = shard_state(False)
     wrong, count = [], 0
-    for folder in sorted(shared.glob("shards_*")):
+    for folder, mesh, kind in cases:
         saved = set(CheckFreqReader(folder).read_metadata().state_dict_metadata)
-        for mesh in meshes:
-            for kind, placement in placements[mesh].items():
-                target = {}
-                for name, at, how in SAVED:
-                    key = f"{name}_{at}_{how}"
-                    if key in saved:
-                        target[key] = tensor_of(name, meshes[mesh], placement, False)
-                target |= {"plain": torch.zeros(11, 3), "note": {"a": [None, None]}}
-                planner = CheckFreqLoadPlanner() if kind == "s0" else None
-                dcp.load(target, storage_reader=CheckFreqReader(folder), planner=planner)
-                for key, value in target.items():
-                    count += 1
-                    if key == "note":
-                        right = value == {"a": [1, "x"]}
-                    elif key == "plain":
-                        right = torch.equal(value, reference((11, 3)))
-                    else:
-                        right = torch.equal(
-                            value.full_tensor(), reference(SHAPES[key.split("_")[0]])
-                        )
-                    if not right:
-                        wrong.append(f"{folder.name} {key} as {mesh} {kind}")
+        target = {}
+        for name, at, how in SAVED:
+            key = f"{name}_{at}_{how}"
+            if key in saved:
+                target[key] = tensor_of(name, meshes[mesh], placements[mesh][kind], False)
+        target |= {"plain": torch.zeros(11, 3), "note": {"a": [None, None]}}
+        planner = CheckFreqLoadPlanner() if kind == "s0" else None
+        dcp.load(target, storage_reader=CheckFreqReader(folder), planner=planner)
+        for key, value in target.items():
+            count += 1
+            if key == "note":
+                right = value == {"a": [1, "x"]}
+            elif key == "plain":
+                right = torch.equal(value, reference((11, 3)))
+            else:
+                right = torch.equal(value.full_tensor(), reference(SHAPES[key.split("_")[0]]))
+            if not right:
+                wrong.append(f"{folder.name} {key} as {mesh} {kind}")
     return {"wrong": wrong, "count": count}
 
 

@@ -1,6 +1,6 @@
 """Forks ranks: importing torch takes seconds of a core, and each rank would do it anew.
 
-`launch` runs it. Each line of its input is ``[script, ranks, arguments, environment, folder,
+`forked_ranks` runs it. Each line of its input is ``[script, ranks, arguments, environment, folder,
 timeout_s]``; it answers with the pids, and with the exit codes once all have ended. A rank is a
 process of its own that has run nothing yet: no thread, no operation of torch, no process group.
 It runs the script as its main program, and ends as every script does.

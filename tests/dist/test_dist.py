@@ -80,6 +80,14 @@ def test_any_sharding_of_any_world_loads_on_any_other(launch, request):
     assert answers[0]["count"] > 100
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_way_to_save_loads_as_every_sharding(shared, four_again, ranks):
+    answers = values(start(ranks, shared, ["load_shards_every_way"])["load_shards_every_way"])
+    assert [answer["wrong"] for answer in answers] == [[]] * ranks
+    assert answers[0]["count"] > 1000
+
+
 def test_any_sharding_loads_into_plain_tensors_of_one_process(shared, four_again):
     folders = sorted(shared.glob("shards_*"))
     assert len(folders) == 15

@@ -7,14 +7,13 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
 import pytest
-from launch import ForkedRanks
+from forked_ranks import ForkedRanks, free_port
 
 from dcp_checkfreq import find_latest_valid
 
@@ -122,11 +121,6 @@ def start(tmp_path):
             return Running(tmp_path, ranks, stack.enter_context(started))
 
         yield start
-
-
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        return free.getsockname()[1]
 
 
 def one_step(said):

@@ -1,4 +1,4 @@
-"""A job for `test_stream_kills.py`: run by torchrun, killed, started again on other ranks.
+"""A job for `test_stream_kills.py`: run on ranks, killed, started again on others.
 
 ``shard_job.py <folder> <launch> <kind> <batch size> <workers> <hold>``. Each rank writes a line
 for each step that it trained, before the checkpoint of that step begins: ``step epoch item ...``.

@@ -3,8 +3,6 @@
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
@@ -12,6 +10,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from forked_ranks import ForkedRanks, free_port
 from shard_job import EPOCHS, EVERY, ITEMS
 from stream_tools import write_shards
 
@@ -30,19 +29,6 @@ MORE_LAUNCHES = [*LAUNCHES, (3, 4, 0)]
 HOLD = 14  # steps of a launch that is to be killed
 
 
-def start(folder, number, shape, kind, hold):
-    ranks, batch_size, workers = shape
-    command = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-        *("--local-addr=127.0.0.1", f"--nproc-per-node={ranks}"),
-        *map(str, (JOB, folder, number, kind, batch_size, workers, hold)),
-    ]
-    with open(folder / f"out-{number}", "wb") as out:
-        return subprocess.Popen(
-            command, env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=out, stderr=out
-        )
-
-
 def lines(folder, number, rank):
     path = folder / f"log-{number}-{rank}"
     # The last piece is a line that the rank was killed in, or nothing.
@@ -50,26 +36,27 @@ def lines(folder, number, rank):
 
 
 def run(folder, number, shape, kind, rng, *, kill):
-    agent = start(folder, number, shape, kind, HOLD if kill else 0)
-    try:
-        end_s = time.monotonic() + 240
+    ranks, batch_size, workers = shape
+    arguments = [folder, number, kind, batch_size, workers, HOLD if kill else 0]
+    out = folder / f"out-{number}"
+    out.mkdir()
+    with ForkedRanks(
+        JOB, ranks, arguments, out, timeout_s=240, MASTER_PORT=str(free_port())
+    ) as job:
         steps = rng.randint(2 * EVERY + 1, HOLD - 3) if kill else 10**9
-        while len(lines(folder, number, 0)) <= steps and agent.poll() is None:
-            assert time.monotonic() < end_s, (folder / f"out-{number}").read_text()[-3000:]
+        while len(lines(folder, number, 0)) <= steps and job.is_running():
             time.sleep(0.01)
         if kill:
             time.sleep(rng.random() * 0.1)
-            for rank in range(shape[0]):
-                pid = int((folder / f"pid-{number}-{rank}").read_text())
-                try:
-                    os.kill(pid, signal.SIGKILL)
-                except ProcessLookupError:  # torchrun ends the others once the first is gone
-                    assert rank, (folder / f"out-{number}").read_text()[-6000:]
-        assert (agent.wait(60) == 0) == (not kill), (folder / f"out-{number}").read_text()[-3000:]
-    finally:
-        if agent.poll() is None:
-            agent.terminate()
-            agent.wait(60)
+            assert os.path.exists(f"/proc/{job.pids[0]}"), said(out)
+            job.kill()
+        codes = job.wait()
+    assert codes[0] == (-signal.SIGKILL if kill else 0), said(out)
+    assert all((code == 0) == (not kill) for code in codes), said(out)
+
+
+def said(out):
+    return "".join(path.read_text(errors="replace")[-3000:] for path in sorted(out.iterdir()))
 
 
 @pytest.mark.parametrize(
