@@ -74,6 +74,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         for marker in _markers(item, config.rootpath):
             item.add_marker(marker)
+    # Files that take long come first, so that at the end no worker waits for another one's.
+    long_ones = {item.path for item in items if any(map(item.get_closest_marker, NOT_FAST))}
+    items.sort(key=lambda item: item.path not in long_ones)
     if config.option.fast:
         left_out = [item for item in items if any(map(item.get_closest_marker, NOT_FAST))]
         config.hook.pytest_deselected(items=left_out)
