@@ -8,6 +8,7 @@ fails a test that takes more than `LIMIT_S`: it is made quick, or marked.
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Generator
@@ -23,6 +24,7 @@ BY_FOLDER = {
     "tests/crash": "crash",
     "tests/dist": "dist",
     "integration/data": "server",
+    "integration/gpu": "slow",
     "integration/policy": "bench",
     "integration/powercut": "crash",
     "integration/s3": "server",
@@ -81,6 +83,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         left_out = [item for item in items if any(map(item.get_closest_marker, NOT_FAST))]
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item not in set(left_out)]
+
+
+def pytest_collection_finish() -> None:
+    """Take what is there now from the collector: each full collection looked at all of torch."""
+    gc.collect()
+    gc.freeze()
 
 
 def _markers(item: pytest.Item, root: Path) -> set[str]:

@@ -507,6 +507,7 @@ def test_an_item_that_fails_is_not_counted_and_comes_again(workers, error):
 # --- with Checkpointer ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("workers", [0, 2])
 def test_the_position_saved_with_a_step_is_the_one_after_it(tmp_path, workers):
     trained = {}

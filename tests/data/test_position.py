@@ -71,6 +71,7 @@ def random_history(rng, last, epochs=3):
     return length, real, repeated
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("last", ["partial", "pad"])
 def test_every_item_counts_exactly_once_per_epoch_in_any_elastic_history(last):
     rng = random.Random(0)
@@ -80,6 +81,7 @@ def test_every_item_counts_exactly_once_per_epoch_in_any_elastic_history(last):
         assert {p for _, p in repeated} <= set(range(length))
 
 
+@pytest.mark.slow
 def test_with_carry_every_item_counts_once_and_no_batch_is_short():
     rng = random.Random(1)
     for _ in range(2000):
@@ -178,6 +180,7 @@ def test_a_deal_that_cannot_be_is_refused(bad):
 # --- the saved text ---
 
 
+@pytest.mark.slow
 @given(
     epoch=st.integers(0, 10**9),
     samples=st.integers(0, 99),

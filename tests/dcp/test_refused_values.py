@@ -77,6 +77,7 @@ def test_it_is_refused_at_the_save_by_the_inner_key(tmp_path, run, planner, name
     assert not [file for file in files_in(tmp_path) if file.endswith(".distcp")]
 
 
+@pytest.mark.slow
 @all_planners
 def test_what_is_nested_too_deeply_to_be_read_is_refused(tmp_path, planner):
     with fails_with(UnsupportedState, "nested too deeply"):

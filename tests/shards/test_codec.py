@@ -50,6 +50,7 @@ def test_the_view_writes_through_to_the_tensor():
     assert tensor.tolist() == [0, 5, 0]
 
 
+@pytest.mark.slow
 def test_a_view_and_every_slice_of_it_keeps_the_tensor_alive():
     tensor = torch.full((1000,), 7, dtype=torch.int64)
     gone = weakref.ref(tensor)

@@ -194,6 +194,7 @@ def test_errors_are_told_apart(error, passing, kind):
         assert told.errno not in (None, errno.EIO), "EIO would mean that a disk has lost bytes"
 
 
+@pytest.mark.slow
 def test_an_address_where_nobody_listens_is_an_error_after_the_time_for_tries(caplog):
     with socket.socket() as held:
         held.bind(("127.0.0.1", 0))

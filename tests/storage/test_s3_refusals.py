@@ -118,6 +118,7 @@ def test_an_expired_token_is_asked_for_anew_once_and_a_wrong_clock_is_not(stub):
     assert [method for method, _ in stub.asked] == ["HEAD", "GET"]
 
 
+@pytest.mark.slow
 def test_every_entrance_tells_the_user(stub):
     stub.say(403, "RequestTimeTooSkewed", fields=SKEW)
     url, options = "s3://bucket/run", options_for(stub)

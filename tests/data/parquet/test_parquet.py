@@ -182,6 +182,7 @@ def test_the_position_is_in_the_checkpoint(source, tmp_path):
 # --- what is read ---
 
 
+@pytest.mark.slow
 def test_only_the_row_groups_that_are_needed_are_read(tmp_path):
     rows = write_files(tmp_path, [[10] * 48] * 2)
     source = ParquetSource(tmp_path, lanes=24)
