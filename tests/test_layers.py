@@ -174,6 +174,7 @@ def test_every_module_has_a_level_and_imports_point_down_or_stay_in_its_folder(n
             assert below < level, f"{name} (level {level}) imports {imported} (level {below})"
 
 
+@pytest.mark.slow
 def test_no_module_imports_itself_in_a_circle():
     waits_for = {name: set(own_imports_of(name, at_run_time=True)) for name in MODULES}
     while free := {name for name, others in waits_for.items() if not others & set(waits_for)}:

@@ -200,6 +200,7 @@ def test_a_restore_cleans_up_once_however_many_checkpoints_it_tries(tmp_path, da
     assert not old.exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gone", [".metadata", "*.distcp"])
 def test_a_checkpoint_that_is_removed_while_a_run_restores_is_passed_over(gone):
     """Another run's retention comes in between, at any of the calls to the storage."""

@@ -99,6 +99,7 @@ def test_a_bar_that_begins_where_the_epoch_stands_ends_full(make):
     assert at + sum(1 for _ in Trained(loader)) == total
 
 
+@pytest.mark.slow
 def test_a_global_batch_is_the_same_on_any_number_of_ranks(make, caplog):
     state, found, sizes = make(global_batch=12).state_dict(), [], set()
     for world in (1, 3, 2, 4):

@@ -79,6 +79,7 @@ both_planners = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.slow
 @both_planners
 @pytest.mark.parametrize("damage", ALL.values(), ids=ALL.keys())
 def test_a_damaged_shard_never_gives_wrong_values(tmp_path, damage, planner):
@@ -93,6 +94,7 @@ def test_a_damaged_shard_never_gives_wrong_values(tmp_path, damage, planner):
         assert set(target[key].tolist()) <= allowed
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("damage", SEEN_BY_SIZE.values(), ids=SEEN_BY_SIZE.keys())
 def test_what_the_size_shows_is_noticed_before_any_target_is_touched(tmp_path, damage):
     save(full(1.0), tmp_path)
@@ -313,6 +315,7 @@ def test_a_cut_file_is_told_by_key_and_both_sizes(tmp_path, stock):
             assert f"saved with {size}" in str(error)
 
 
+@pytest.mark.slow
 def test_a_missing_file_is_told_by_the_keys_that_it_holds(tmp_path):
     state = {f"layer.{n}": torch.ones(9) for n in range(7)}
     save(state, tmp_path / "step_1")

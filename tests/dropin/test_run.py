@@ -71,6 +71,7 @@ def is_ours(step):
     return b"dcp_checkfreq" in (step / ".metadata").read_bytes()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("how", "code"), [("7", 7), ("raise", 1)])
 def test_a_script_runs_as_with_python_and_its_last_save_is_ours(folder, how, code):
     plain = python("train.py", str(folder / "stock"), how, "--x", cwd=folder)
@@ -88,6 +89,7 @@ def test_a_script_runs_as_with_python_and_its_last_save_is_ours(folder, how, cod
         ]
 
 
+@pytest.mark.slow
 def test_a_module_runs_as_with_python(folder):
     plain = python("-m", "pack", str(folder / "stock"), "7", cwd=folder)
     ours = run("-m", "pack", str(folder / "ours"), "7", cwd=folder)
@@ -109,6 +111,7 @@ def test_what_is_not_there_is_said(folder):
     assert "usage: python -m dcp_checkfreq" in bare.stderr
 
 
+@pytest.mark.slow
 def test_every_rank_of_torchrun_runs_it(folder):
     script = (
         "import sys, warnings; warnings.simplefilter('ignore')\n"
