@@ -14,8 +14,8 @@ from dcp_checkfreq import (
     Checkpointer,
     find_latest_valid,
     load_part,
-    options,
 )
+from dcp_checkfreq.runtime import options
 from dcp_checkfreq.testing import ManualClock, MemoryTier
 
 TABLES = {
