@@ -14,7 +14,8 @@ from dcp_checkfreq.dcp.load_planner import CheckFreqLoadPlanner
 from dcp_checkfreq.errors import LoadFailed
 from dcp_checkfreq.format.safe_bytes import load_object
 from dcp_checkfreq.runtime.gc_paused import collector_held
-from dcp_checkfreq.state.packed import TREE, check_loaded
+from dcp_checkfreq.state.packed import TREE
+from dcp_checkfreq.state.unpacked import check_loaded
 from dcp_checkfreq.state.wanted import Wanted
 
 

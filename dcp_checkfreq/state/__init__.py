@@ -16,8 +16,8 @@ Unusual tensors: `wrappers` takes wrapper subclasses apart into their inner tens
 than its parameter. `module_tensors` are those of a module that need more than being copied into,
 and `odd_fill` restores those without elements in order.
 
-Values: `packed` keeps them as they are, in tags for what a closed unpickler does not make: `tags`,
-`value_kinds`, `user_classes`, `generators`, `tensor_kinds`.
+Values: `packed` keeps them as they are, in tags for what a closed unpickler does not make, and
+`unpacked` makes them again: `tags`, `value_kinds`, `user_classes`, `generators`, `tensor_kinds`.
 
 Between ranks: `value_digests` are the same wherever a value is, `replica_paths` names what differs.
 """

@@ -25,11 +25,12 @@ from dcp_checkfreq.errors import StateMismatch, UnsupportedState
 from dcp_checkfreq.shards.codec import cloned, is_sharded_tensor
 from dcp_checkfreq.state.differences import Differences, listed, shapes_differ
 from dcp_checkfreq.state.names import why_nameless, without_wrappers
-from dcp_checkfreq.state.packed import is_packed, keys_of, pack_if_needed, unpack
+from dcp_checkfreq.state.packed import is_packed, keys_of, pack_if_needed
 from dcp_checkfreq.state.part import Undo, module_described
 from dcp_checkfreq.state.saved import Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.tensor_kinds import is_in_order
 from dcp_checkfreq.state.tree import tree_of, with_tensors
+from dcp_checkfreq.state.unpacked import unpack
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
 
 

@@ -27,10 +27,11 @@ from dcp_checkfreq.state.module_tensors import (
 )
 from dcp_checkfreq.state.names import fqn_of
 from dcp_checkfreq.state.odd_fill import OddFill, copy_odd, is_without_size
-from dcp_checkfreq.state.packed import Make, is_packed, tensors_in, unpack
+from dcp_checkfreq.state.packed import is_packed, tensors_in
 from dcp_checkfreq.state.part import Undo, is_trusted
 from dcp_checkfreq.state.saved import Leaf
 from dcp_checkfreq.state.tree import tree_of
+from dcp_checkfreq.state.unpacked import Make, unpack
 from dcp_checkfreq.state.wanted import Wanted, WantedShards, WantedTensor, WantedValue
 from dcp_checkfreq.state.wrapper_fill import WrapperFill
 from dcp_checkfreq.state.wrapper_kinds import Kinds

@@ -7,10 +7,11 @@ from typing import Any
 import torch
 
 from dcp_checkfreq.format.texts import clipped
-from dcp_checkfreq.state.packed import TENSORS, TREE, Make, is_packed, unpacked_from
+from dcp_checkfreq.state.packed import TENSORS, TREE, is_packed
 from dcp_checkfreq.state.saved import Leaf
 from dcp_checkfreq.state.tensor_kinds import BY_LAYOUT, is_alike, taken_apart
 from dcp_checkfreq.state.tree import tree_of
+from dcp_checkfreq.state.unpacked import Make, unpacked_from
 from dcp_checkfreq.state.wanted import Wanted
 
 _LONGEST_TEXT = 200

@@ -15,7 +15,7 @@ from dcp_checkfreq.errors import StateMismatch
 from dcp_checkfreq.format.torch_private import load_hooks_of
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.names import without_wrappers
-from dcp_checkfreq.state.packed import Make, is_packed, unpack
+from dcp_checkfreq.state.packed import is_packed
 from dcp_checkfreq.state.part import Undo, is_trusted
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.sharded_state import (
@@ -27,6 +27,7 @@ from dcp_checkfreq.state.sharded_state import (
 )
 from dcp_checkfreq.state.torch_load import kept_from_torch, put_right
 from dcp_checkfreq.state.tree import nested
+from dcp_checkfreq.state.unpacked import Make, unpack
 from dcp_checkfreq.state.wanted import Wanted, WantedTensor, WantedValue
 from dcp_checkfreq.state.wrapper_record import RECORD
 

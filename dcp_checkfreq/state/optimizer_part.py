@@ -18,12 +18,7 @@ from dcp_checkfreq.errors import UnsupportedState
 from dcp_checkfreq.state.differences import Differences
 from dcp_checkfreq.state.names import fqn_of, why_nameless
 from dcp_checkfreq.state.optimizer_fill import GROUPS, OF_NO_PARAMETER, PARAMS, STATE, OptimizerFill
-from dcp_checkfreq.state.packed import (
-    TREE,
-    pack,
-    pack_if_needed,
-    tensors_in,
-)
+from dcp_checkfreq.state.packed import TREE, pack, pack_if_needed, tensors_in
 from dcp_checkfreq.state.saved import Renames, SavedState
 from dcp_checkfreq.state.sharded_state import (
     LAYOUTS,

@@ -4,8 +4,9 @@ DCP takes dicts and lists apart, turns all keys into text and forgets tuples. Wh
 left alone, and so a packed value keeps key types, tuples and counters.
 
 What the closed unpickler does not make (deques, paths, enums, generators, ...) is written as a
-tagged tuple of plain values, ``(MARK, kind, ...)``, and made here of what was loaded. Then the tree
-says so (`TAGGED`); a tuple of a user's that looks like a tag is tagged itself. See decision 0029.
+tagged tuple of plain values, ``(MARK, kind, ...)``, of which `unpacked` makes it again. Then the
+tree says so (`TAGGED`); a tuple of a user's that looks like a tag is tagged itself. See decision
+0029.
 """
 
 from __future__ import annotations
@@ -13,32 +14,26 @@ from __future__ import annotations
 import collections
 import types
 from collections.abc import Callable, Iterator, Mapping
+from operator import is_
 from typing import Any
 
 import torch
 
-from dcp_checkfreq.errors import BrokenShard, UnsafePickle
-from dcp_checkfreq.format.texts import clipped, shown
 from dcp_checkfreq.format.value_checks import parts_of_value
 from dcp_checkfreq.shards.self_described import describes_itself
 from dcp_checkfreq.state import generators, tensor_kinds, user_classes, value_kinds
-from dcp_checkfreq.state.tags import Malformed, NotHere, Room, made_of, refuse_collisions
 from dcp_checkfreq.state.wrappers import is_taken_apart, stored
 
 TREE, TENSORS = "tree", "tensors"
 MARK = "__dcp_checkfreq_kind__"
 TAGGED = "__dcp_checkfreq_tagged_1__"  # behind the value in a tree with tags in it
-_SLOT = "__dcp_checkfreq_tensor__"
-# Makes a tensor of what `wrappers.stored` has made of one.
-Make = Callable[[Mapping[str, Any]], Any]
+SLOT = "__dcp_checkfreq_tensor__"
 # Smaller tensors stay in the byte item: a file place of their own would cost more than they hold.
 _OWN_ITEM_FROM_BYTES = 16 << 10
 _AS_IT_IS = frozenset([str, float, bool, type(None), bytes, complex, torch.dtype])
 # Pickle's LONG1 holds them, which is what torch's unpickler knows.
 _TOO_LARGE = 1 << 2000
 _SIMPLE = (str, int, bytes, float)
-# What makers of builtin values raise for arguments of other types, and what is nested too deep.
-_MALFORMED = (TypeError, ValueError, LookupError, ArithmeticError, RecursionError, AttributeError)
 
 
 def pack(value: object) -> dict[str, Any]:
@@ -59,25 +54,6 @@ def pack_if_needed(value: object) -> Any:
     return value if is_plain and not isinstance(value, (dict, list, torch.Tensor)) else packed
 
 
-def _left_apart(parts: Mapping[str, Any]) -> Any:
-    return parts
-
-
-def unpack(packed: Mapping[str, Any], make: Make = _left_apart, *, is_dressed: bool = True) -> Any:
-    """Return the value of which `pack` made ``packed``.
-
-    Args:
-        packed: what it made.
-        make: puts wrappers together; default: they stay dicts of their inner tensors.
-        is_dressed: make parameters of what were parameters; else tensors are those in ``packed``.
-
-    Raises:
-        Malformed: nothing that `pack` makes.
-    """
-    tree = packed[TREE]
-    return _Unpacker(packed[TENSORS], len(tree) == 2, is_dressed, make).unpacked(tree[0])
-
-
 def tensors_in(value: object) -> Iterator[torch.Tensor]:
     """Yield the tensors in a value, where `pack` looks for them."""
     if isinstance(value, torch.Tensor):
@@ -85,47 +61,6 @@ def tensors_in(value: object) -> Iterator[torch.Tensor]:
     else:
         for _, inner in parts_of_value(value) or ():
             yield from tensors_in(inner)
-
-
-def check_loaded(tree: Any, key: str, where: str, *, may_import: bool = False) -> None:
-    """Look at a tree that was loaded, before its tensors are.
-
-    Args:
-        tree: what was loaded; anything.
-        key: of it.
-        where: it was saved.
-        may_import: modules of classes that are named in it.
-
-    Raises:
-        UnsafePickle: it needs a class that is not imported here, or is another one now.
-        BrokenShard: it is nothing that `pack` makes.
-    """
-    if not (is_tree(tree) and len(tree) == 2):
-        return
-    try:
-        _Unpacker(None, True, True, _left_apart, may_import=may_import).unpacked(tree[0])
-    except NotHere as error:
-        raise UnsafePickle(where, f"{shown(key)}: {error}") from error
-    except _MALFORMED as error:
-        problem = clipped(str(error) or type(error).__name__, 300)
-        raise BrokenShard(where, f"{shown(key)} holds what no save has put there: {problem}") from (
-            error
-        )
-
-
-def unpacked_from(packed: Mapping[str, Any], key: str, where: str, make: Make = _left_apart) -> Any:
-    """Return the value of which `pack` made what was loaded.
-
-    Raises:
-        BrokenShard: nothing that `pack` makes.
-    """
-    try:
-        return unpack(packed, make)
-    except _MALFORMED as error:
-        problem = clipped(str(error) or type(error).__name__, 300)
-        raise BrokenShard(where, f"{shown(key)} holds what no save has put there: {problem}") from (
-            error
-        )
 
 
 def is_packed(value: object) -> bool:
@@ -181,7 +116,7 @@ class _Packer:
             return self._list(value)
         if kind is tuple:
             items = tuple(self._list(value, is_key))
-            is_like_ours = bool(items) and type(items[0]) is str and items[0] in (MARK, _SLOT)
+            is_like_ours = bool(items) and type(items[0]) is str and items[0] in (MARK, SLOT)
             return self._tag("tuple", items) if is_like_ours else items
         if kind in (set, frozenset):
             return self._set(kind, value, is_key)
@@ -222,7 +157,7 @@ class _Packer:
     def _set(self, kind: Any, value: Any, is_key: bool) -> Any:
         """The order of a set is that of hashes, which differ between processes."""
         items = self._tuple(value, True)
-        if type(value) is kind and len(items) < 2 and all(map(_is_same, items, value)):
+        if type(value) is kind and len(items) < 2 and all(map(is_, items, value)):
             return value
         kinds = set(map(type, items))
         if len(kinds) == 1 and kinds < set(_SIMPLE):
@@ -243,7 +178,7 @@ class _Packer:
             kept: Any = stored(value)
             if is_taken_apart(kept):
                 return self._dict(kept)
-            form = (_SLOT, len(self.tensors))
+            form = (SLOT, len(self.tensors))
             self.tensors.append(kept)
         return form if dress is None else self._tag("dressed", form, *self._tuple(dress, False))
 
@@ -251,7 +186,7 @@ class _Packer:
 
     def _ordered(self, value: collections.OrderedDict[Any, Any]) -> Any:
         made, was_tagged = self._dict(value), self.is_tagged
-        same = all(map(_is_same, made, value)) and all(map(_is_same, made.values(), value.values()))
+        same = all(map(is_, made, value)) and all(map(is_, made.values(), value.values()))
         if same and not vars(value):
             self.is_tagged = was_tagged
             return collections.OrderedDict(made)
@@ -261,7 +196,7 @@ class _Packer:
         made = self._dict(value)
         if vars(value):
             return value
-        same = all(map(_is_same, made, value)) and all(map(_is_same, made.values(), value.values()))
+        same = all(map(is_, made, value)) and all(map(is_, made.values(), value.values()))
         return collections.Counter(made) if same else self._tag("Counter", made)
 
     def _defaultdict(self, value: collections.defaultdict[Any, Any]) -> Any:
@@ -282,20 +217,11 @@ class _Packer:
         return self._tag("mappingproxy", self._dict(value))
 
 
-def _is_room(one: object) -> bool:
-    """Tell whether one is a tensor that is not loaded yet, or a list with one, of a nested one."""
-    return type(one) is Room or (type(one) is list and any(type(inner) is Room for inner in one))
-
-
-def _is_same(one: object, other: object) -> bool:
-    return one is other
-
-
 def _id_of_type(factory: object) -> object:
     return factory if isinstance(factory, type) else None
 
 
-_FACTORIES: dict[str, Any] = {
+FACTORIES: dict[str, Any] = {
     one.__name__: one
     for one in (
         *(int, float, complex, bool, str, bytes, bytearray, list, tuple, dict, set, frozenset),
@@ -303,7 +229,7 @@ _FACTORIES: dict[str, Any] = {
         *(collections.defaultdict, types.SimpleNamespace),
     )
 }
-_FACTORY_NAMES: dict[Any, str] = {one: name for name, one in _FACTORIES.items()}
+_FACTORY_NAMES: dict[Any, str] = {one: name for name, one in FACTORIES.items()}
 _CONTAINERS: dict[type, Callable[[_Packer, Any], Any]] = {
     collections.OrderedDict: _Packer._ordered,
     collections.Counter: _Packer._counter,
@@ -327,141 +253,3 @@ def _fits_into_tree(tensor: torch.Tensor) -> bool:
             or max(tensor.nbytes, tensor.untyped_storage().nbytes()) < _OWN_ITEM_FROM_BYTES
         )
     )
-
-
-_UNPACKING = object()
-
-
-class _Unpacker:
-    def __init__(
-        self,
-        tensors: list[torch.Tensor] | None,
-        is_tagged: bool,
-        is_dressed: bool,
-        make: Make,
-        *,
-        may_import: bool = False,
-    ) -> None:
-        self._tensors, self._is_tagged, self._is_dressed = tensors, is_tagged, is_dressed
-        self._make, self._may_import = make, may_import
-        self._known: dict[int, tuple[object, Any]] = {}
-
-    def unpacked(self, value: Any) -> Any:
-        kind = type(value)
-        if kind not in (dict, list, tuple, collections.OrderedDict, collections.Counter):
-            return value
-        known = self._known.get(id(value))
-        if known is None:
-            self._known[id(value)] = value, _UNPACKING
-            known = self._known[id(value)] = value, self._made(kind, value)
-        elif known[1] is _UNPACKING:
-            raise Malformed("it holds itself")
-        return known[1]
-
-    def _made(self, kind: type, value: Any) -> Any:
-        if kind is tuple:
-            if len(value) == 2 and type(value[0]) is str and value[0] == _SLOT:
-                return self._of_slot(value[1])
-            if self._is_tagged and value and type(value[0]) is str and value[0] == MARK:
-                return self._of_tag(value)
-            return self._tuple(value)
-        if kind is list:
-            return self._list(value)
-        made = self._dict(value)
-        if kind is not dict:
-            return value if all(map(_is_same, made.values(), value.values())) else kind(made)
-        return self._make(made) if is_taken_apart(made) else made
-
-    def _list(self, value: Any) -> list[Any]:
-        made = []
-        for inner in value:
-            made.append(self.unpacked(inner))  # noqa: PERF401  a frame less for each level
-        return made
-
-    def _tuple(self, value: Any) -> tuple[Any, ...]:
-        return tuple(self._list(value))
-
-    def _dict(self, value: Any) -> dict[Any, Any]:
-        if type(value) is not dict and not isinstance(value, dict):
-            raise Malformed("its content is no dict")
-        keys = self._list(value)
-        if not all(map(_is_same, keys, value)):
-            refuse_collisions(keys)
-        made = {}
-        for key, inner in zip(keys, value.values(), strict=True):
-            made[key] = self.unpacked(inner)
-        if len(made) < len(value):
-            raise Malformed("it has a key twice")
-        return made
-
-    def _of_slot(self, number: Any) -> Any:
-        if self._tensors is None:
-            return Room()
-        if type(number) is not int or not 0 <= number < len(self._tensors):
-            raise Malformed("it names a tensor that there is not")
-        return self._tensors[number]
-
-    def _of_tag(self, value: tuple[Any, ...]) -> Any:
-        kind, content = value[1], value[2:]
-        maker = _MAKERS.get(kind) if type(kind) is str else None
-        if maker is not None:
-            return maker(self, *content)
-        content = self._tuple(content)
-        if any(map(_is_room, content)):
-            return Room()
-        if kind == "dressed" and not self._is_dressed:
-            return content[0]
-        for source in (value_kinds, generators, tensor_kinds):
-            if kind in source.KINDS:
-                return made_of(source.put_together, kind, content)
-        if kind in user_classes.KINDS:
-            return user_classes.put_together(kind, content, may_import=self._may_import)
-        raise Malformed("it has a value of a kind that this version does not know")
-
-    def _set(self, kind: type, content: Any) -> Any:
-        if type(content) not in (dict, tuple):
-            raise Malformed("its content is no set")
-        items = self._list(content)
-        refuse_collisions(items)
-        return kind(items)
-
-    def _defaultdict(self, name: Any, content: Any) -> Any:
-        factory = _FACTORIES[name] if name else None
-        return collections.defaultdict(factory, self._dict(content))
-
-    def _deque(self, content: Any, longest: Any) -> Any:
-        if type(content) is not list:
-            raise Malformed("its content is no list")
-        return collections.deque(self._list(content), longest)
-
-    def _chain(self, content: Any) -> Any:
-        if type(content) is not list or not all(isinstance(one, (dict, tuple)) for one in content):
-            raise Malformed("its content is no list of dicts")
-        return collections.ChainMap(*self._list(content))
-
-    def _ordered(self, content: Any, attributes: Any) -> Any:
-        made = collections.OrderedDict(self._dict(content))
-        vars(made).update(self._dict(attributes))
-        return made
-
-
-_MAKERS: dict[str, Callable[..., Any]] = {
-    "tuple": lambda self, content: self._tuple(content),
-    "set": lambda self, content: self._set(set, content),
-    "frozenset": lambda self, content: self._set(frozenset, content),
-    "OrderedDict": _Unpacker._ordered,
-    "Counter": lambda self, content: collections.Counter(self._dict(content)),
-    "defaultdict": _Unpacker._defaultdict,
-    "deque": _Unpacker._deque,
-    "ChainMap": _Unpacker._chain,
-    "SimpleNamespace": lambda self, content: types.SimpleNamespace(**self._dict(content)),
-    "mappingproxy": lambda self, content: types.MappingProxyType(self._dict(content)),
-}
-# All that a tag may say it is.
-ALL_KINDS = (
-    frozenset(_MAKERS)
-    | value_kinds.KINDS
-    | user_classes.KINDS
-    | generators.KINDS
-    | tensor_kinds.KINDS
-)

@@ -22,9 +22,10 @@ import torch
 from dcp_checkfreq.format.texts import clipped, name_of, shown
 from dcp_checkfreq.format.value_checks import parts_of_value
 from dcp_checkfreq.shards.codec import local_of
-from dcp_checkfreq.state.packed import TENSORS, TREE, is_tree, pack, unpack
+from dcp_checkfreq.state.packed import TENSORS, TREE, is_tree, pack
 from dcp_checkfreq.state.saved import Path
 from dcp_checkfreq.state.tree import nested
+from dcp_checkfreq.state.unpacked import unpack
 from dcp_checkfreq.state.value_digests import form_digest, value_digest
 
 MOST_PARTS = 5_000  # that one rank lists; of further containers only the whole is listed

@@ -14,7 +14,8 @@ from dcp_checkfreq.format.value_checks import ValueChecks, parts_of_value, seria
 from dcp_checkfreq.shards.boxes import check_placements
 from dcp_checkfreq.shards.codec import check_not_sharded_tensor, check_storable, local_of
 from dcp_checkfreq.shards.self_described import describes_itself, parts_of
-from dcp_checkfreq.state.packed import TENSORS, TREE, is_packed, pack, unpack
+from dcp_checkfreq.state.packed import TENSORS, TREE, is_packed, pack
+from dcp_checkfreq.state.unpacked import unpack
 from dcp_checkfreq.state.wrapper_kinds import HOW_TO_KNOW, Kinds
 from dcp_checkfreq.state.wrapper_record import RECORD, record_of
 from dcp_checkfreq.state.wrappers import is_taken_apart

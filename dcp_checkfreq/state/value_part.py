@@ -16,11 +16,12 @@ from dcp_checkfreq.shards.nesting import naming
 from dcp_checkfreq.shards.self_described import describes_itself, size_in_checkpoint
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.generators import adopted, generators_kept
-from dcp_checkfreq.state.packed import TENSORS, TREE, Make, pack, tensors_in, unpacked_from
+from dcp_checkfreq.state.packed import TENSORS, TREE, pack, tensors_in
 from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
 from dcp_checkfreq.state.per_rank import PerRank, SplitsState, has_state_of_rank
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.tree import tree_of
+from dcp_checkfreq.state.unpacked import Make, unpacked_from
 from dcp_checkfreq.state.wanted import AnyWanted, Wanted
 from dcp_checkfreq.state.wrapper_kinds import Kinds
 

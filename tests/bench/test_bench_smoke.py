@@ -105,6 +105,24 @@ def test_call_measures_the_start_of_a_save_and_the_step_after_it(tmp_path):
         assert set(metrics) == {"call_s", "next_step_s"}
 
 
+def test_versus_measures_two_revisions_in_turns(tmp_path):
+    out = tmp_path / "versus.json"
+    arguments = ["HEAD", "HEAD", "--benches", "call", "--rounds", "1", "--scale", "small"]
+    subprocess.run(
+        [sys.executable, str(RUN.with_name("versus.py")), *arguments, "--out", str(out)], check=True
+    )
+    report = json.loads(out.read_text())
+    assert report["schema"] == "dcp_checkfreq.versus/1"
+    assert report["git"]["before"] == report["git"]["after"]
+    assert [(one["bench"], one["arm"]) for one in report["figures"]] == [
+        ("call", "ours"),
+        ("call", "stock"),
+    ]
+    for one in report["figures"]:
+        (before,), (after,) = one["before"], one["after"]
+        assert one["ratio"]["median"] == after / before > 0
+
+
 def test_load_measures_every_arm_and_checks_what_was_loaded(tmp_path):
     _, (report,) = bench(tmp_path, "load")
     assert_sound(report, LOAD_ARMS)

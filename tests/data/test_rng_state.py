@@ -10,7 +10,7 @@ import torch
 from dcp_checkfreq import Checkpointer
 from dcp_checkfreq.data import DataStateError, RNGState, seed_everything
 from dcp_checkfreq.state.app_state import AppState
-from dcp_checkfreq.state.packed import unpack
+from dcp_checkfreq.state.unpacked import unpack
 
 BIT_GENERATORS = ["PCG64", "PCG64DXSM", "Philox", "SFC64", "MT19937"]
 

@@ -51,8 +51,8 @@ from dcp_checkfreq.recovery.lease import LeaseFile
 from dcp_checkfreq.recovery.root_id import read_root_id
 from dcp_checkfreq.recovery.scan import check_digests, examine
 from dcp_checkfreq.runtime.clock import SystemClock
-from dcp_checkfreq.state import packed
-from dcp_checkfreq.state.packed import TAGGED, check_loaded, pack, unpacked_from
+from dcp_checkfreq.state.packed import MARK, TAGGED, pack
+from dcp_checkfreq.state.unpacked import ALL_KINDS, check_loaded, unpacked_from
 from dcp_checkfreq.testing import MemoryTier
 
 MOST_CPU_S = 1.0  # of the processor, for an input of up to 100 KB
@@ -386,12 +386,12 @@ def draw_from(value):
 
 def made_tag(rng):
     """Any content in any kind of tag."""
-    kinds = sorted(packed.ALL_KINDS)
+    kinds = sorted(ALL_KINDS)
     value = odd_value(rng)
     for _ in range(rng.randrange(1, 4)):
         content = [odd_content(rng) for _ in range(rng.randrange(4))]
         content.insert(rng.randrange(len(content) + 1), value)
-        value = (packed.MARK, rng.choice(kinds), *content)
+        value = (MARK, rng.choice(kinds), *content)
         if rng.random() < 0.2:
             value = rng.choice([[value, value], {"a": value}, {value: 1} if is_key(value) else {}])
     try:

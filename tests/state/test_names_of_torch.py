@@ -23,7 +23,8 @@ from dcp_checkfreq.shards.codec import is_sharded_tensor
 from dcp_checkfreq.state.fsdp1_part import Fsdp1ModulePart, Fsdp1OptimizerPart, is_fsdp1
 from dcp_checkfreq.state.module_part import ModulePart
 from dcp_checkfreq.state.optimizer_part import OptimizerPart
-from dcp_checkfreq.state.packed import is_packed, unpack
+from dcp_checkfreq.state.packed import is_packed
+from dcp_checkfreq.state.unpacked import unpack
 
 COMPILED = type(torch.compile(nn.Identity(), backend="eager"))
 

@@ -19,7 +19,8 @@ from zoo_values import EXACT, REFUSED, Color, Config, Point, differs
 
 from dcp_checkfreq import Checkpointer, UnsafePickle, UnsupportedState, find_latest_valid
 from dcp_checkfreq.errors import CheckFreqError
-from dcp_checkfreq.state.packed import pack, unpack
+from dcp_checkfreq.state.packed import pack
+from dcp_checkfreq.state.unpacked import unpack
 
 
 def save(root, parts):
