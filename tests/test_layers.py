@@ -72,7 +72,7 @@ PURE = {
     "data/order/turns",
     "data/wrap/trail",
     "runtime/options",
-    "runtime/told",
+    "runtime/error_reports",
 }
 IMPURE_STDLIB = {
     "asyncio", "concurrent", "ctypes", "io", "logging", "mmap", "multiprocessing", "os", "pathlib",

@@ -20,8 +20,8 @@ from dcp_checkfreq.policy.tuner import Decision
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.own_group import GROUP_IS_GONE
 from dcp_checkfreq.runtime.clock import Clock
+from dcp_checkfreq.runtime.error_reports import report_of
 from dcp_checkfreq.runtime.outcome import is_certain
-from dcp_checkfreq.runtime.told import tell
 from dcp_checkfreq.snapshot.inventory import Piece
 from dcp_checkfreq.snapshot.stager import Snapshot
 from dcp_checkfreq.staging.upload import upload_and_publish
@@ -74,10 +74,10 @@ def save_failed(step: int) -> Callable[[str], SaveFailed]:
 
 def refusing(ranks: Ranks, step: int, doing: str, error: BaseException) -> CheckFreqSavePlanner:
     """Return a planner that tells all ranks in the save that this one cannot."""
-    told = tell(error, ranks.rank, doing, save_failed(step), named=False)
+    report = report_of(error, ranks.rank, doing, save_failed(step), named=False)
     if ranks.is_alone and isinstance(error, Exception):
         return FailingSavePlanner(error)
-    return FailingSavePlanner(told.rebuilt())
+    return FailingSavePlanner(report.rebuilt())
 
 
 def ends_of(work: BackgroundWork) -> list[Callable[[], None]]:

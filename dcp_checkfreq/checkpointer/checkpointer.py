@@ -29,10 +29,10 @@ from dcp_checkfreq.recovery.retention import Retention
 from dcp_checkfreq.recovery.scan import Depth
 from dcp_checkfreq.runtime import options
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
+from dcp_checkfreq.runtime.error_reports import text_of
 from dcp_checkfreq.runtime.one_call import OneCall, one_at_a_time
 from dcp_checkfreq.runtime.outcome import report
 from dcp_checkfreq.runtime.process_end import close_at_exit
-from dcp_checkfreq.runtime.told import text_of
 from dcp_checkfreq.snapshot.optimizer_guard import Guard
 from dcp_checkfreq.staging.staged_tier import StagingDir
 from dcp_checkfreq.state.app_state import AppState

@@ -18,7 +18,7 @@ from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.save_schedule import SaveSchedule
 from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.policy.step_timer import StepTimer
-from dcp_checkfreq.runtime.told import text_of
+from dcp_checkfreq.runtime.error_reports import text_of
 from dcp_checkfreq.snapshot.pool import drop_device_pools
 
 _log = logging.getLogger(__name__)

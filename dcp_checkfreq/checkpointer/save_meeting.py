@@ -18,8 +18,8 @@ from dcp_checkfreq.policy.tuner import Decision
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.meeting import is_agreed
 from dcp_checkfreq.ranks.step_gate import Gate
+from dcp_checkfreq.runtime.error_reports import ErrorReport, as_ours, report_of
 from dcp_checkfreq.runtime.outcome import report
-from dcp_checkfreq.runtime.told import Told, as_ours, tell
 
 _log = logging.getLogger(__name__)
 
@@ -30,7 +30,7 @@ Decide = Callable[[list[SaveTimings]], Decision | None]
 class _Said:
     """What a rank says when a save has ended on it."""
 
-    told: Told | None
+    failure: ErrorReport | None
     timings: SaveTimings | None  # None: not known
 
 
@@ -51,41 +51,41 @@ def meet(
         return
 
     def own() -> _Said:
-        told = None
+        failure = None
         if error is not None:
             doing, wrap = "saving", save_failed(job.step)
-            told = tell(error, ranks.rank, doing, wrap, named=not is_agreed(error))
+            failure = report_of(error, ranks.rank, doing, wrap, named=not is_agreed(error))
         try:
             if job.iterations is not None:
                 job.timings = replace(job.timings, interval=summarise(job.iterations()))
-            return _Said(told, job.timings)
+            return _Said(failure, job.timings)
         except Exception as failed:  # noqa: BLE001  all ranks hear of it
             report(_log.exception, "step %d: what it cost is not known", job.step)
             own_errors.append(failed)
             doing = "telling what a save cost"
-            return _Said(told or tell(failed, ranks.rank, doing), None)
+            return _Said(failure or report_of(failed, ranks.rank, doing), None)
 
-    def rule(of_ranks: list[_Said]) -> tuple[Told | None, Decision | None]:
-        told = next((said.told for said in of_ranks if said.told is not None), None)
+    def rule(of_ranks: list[_Said]) -> tuple[ErrorReport | None, Decision | None]:
+        failure = next((said.failure for said in of_ranks if said.failure is not None), None)
         timings = [said.timings for said in of_ranks if said.timings is not None]
         if job.iterations is None or len(timings) < len(of_ranks):
-            return told, None
+            return failure, None
         try:
-            return told, decide(timings)
+            return failure, decide(timings)
         except Exception as failed:  # noqa: BLE001  all ranks hear of it
             # Told like a failed save, so that all ranks hear of it at the same step.
             report(_log.exception, "step %d: when to save next could not be decided", job.step)
             own_errors.append(failed)
-            return told or tell(failed, 0, "deciding when to save next", named=False), None
+            return failure or report_of(failed, 0, "deciding when to save next", named=False), None
 
     own_errors = [] if error is None else [error]
     # First wait for the slowest rank, and only then hold the training for a moment.
-    told, decision = ranks.combine("ending a save", own, rule)
+    failure, decision = ranks.combine("ending a save", own, rule)
     heard: BaseException | None = None
-    if told is not None:
+    if failure is not None:
         heard = own_errors[0] if own_errors else None
         if heard is None or not (ranks.is_alone or is_agreed(heard)):
-            heard = told.rebuilt()
+            heard = failure.rebuilt()
             heard.__cause__ = own_errors[0] if own_errors else None
         heard = as_ours(heard, save_failed(job.step))
     passed = gate.hold()

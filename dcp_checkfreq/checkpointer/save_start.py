@@ -17,7 +17,7 @@ from dcp_checkfreq.policy.observation import Iteration
 from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.runtime.clock import Clock
-from dcp_checkfreq.runtime.told import text_of
+from dcp_checkfreq.runtime.error_reports import text_of
 from dcp_checkfreq.snapshot.inventory import Survey
 from dcp_checkfreq.snapshot.optimizer_guard import Address, Guard
 from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s

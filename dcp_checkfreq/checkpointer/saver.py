@@ -40,6 +40,10 @@ from dcp_checkfreq.policy.save_timings import SaveTimings
 from dcp_checkfreq.ranks.patience import give_up_if_stuck, wait_for
 from dcp_checkfreq.ranks.step_gate import Gate
 from dcp_checkfreq.runtime.crew import Crew, Task
+from dcp_checkfreq.runtime.error_reports import (
+    as_ours,
+    text_of,
+)
 from dcp_checkfreq.runtime.gil_switch_interval import quick_switching
 from dcp_checkfreq.runtime.outcome import (
     fate,
@@ -47,10 +51,6 @@ from dcp_checkfreq.runtime.outcome import (
     report,
 )
 from dcp_checkfreq.runtime.process_end import lost, watch
-from dcp_checkfreq.runtime.told import (
-    as_ours,
-    text_of,
-)
 from dcp_checkfreq.snapshot.optimizer_guard import Guard
 
 _log = logging.getLogger(__name__)

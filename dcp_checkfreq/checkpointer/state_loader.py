@@ -13,7 +13,7 @@ from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.torch_private import dcp_load
 from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.recovery.files import content_of
-from dcp_checkfreq.runtime.told import Wrap
+from dcp_checkfreq.runtime.error_reports import Wrap
 from dcp_checkfreq.state.app_state import AppState
 from dcp_checkfreq.state.restoration import Restoration, Selection, Unexpected
 

@@ -152,14 +152,14 @@ class _Writer(Protocol):
 W = TypeVar("W", bound=_Writer)
 
 
-def told(
+def reporting(
     doing: str, *, ends: Callable[[Any], bool] = lambda writer: True
 ) -> Callable[[Callable[Concatenate[W, P], R]], Callable[Concatenate[W, P], R]]:
-    """Tell of what a method is at and of its errors; if it ends its rank's part, of its return."""
+    """Report what a method does, and its errors; also its return, if it ends its rank's part."""
 
     def decorate(method: Callable[Concatenate[W, P], R]) -> Callable[Concatenate[W, P], R]:
         @functools.wraps(method)
-        def telling(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        def reported(self: W, /, *args: P.args, **kwargs: P.kwargs) -> R:
             current = self.in_flight.current
             try:
                 with contextlib.nullcontext() if current is None else current.asking(doing):
@@ -172,6 +172,6 @@ def told(
                 current.end()
             return result
 
-        return telling
+        return reported
 
     return decorate

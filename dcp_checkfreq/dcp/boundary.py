@@ -15,7 +15,7 @@ import torch
 
 from dcp_checkfreq.errors import CheckFreqError, LoadFailed, SaveFailed
 from dcp_checkfreq.ranks.watchdog import Watchdog
-from dcp_checkfreq.runtime.told import survives_pickle, text_of
+from dcp_checkfreq.runtime.error_reports import survives_pickle, text_of
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 from torch.optim import Optimizer
 
-from dcp_checkfreq.commit.in_flight import InFlight, told
+from dcp_checkfreq.commit.in_flight import InFlight, reporting
 from dcp_checkfreq.commit.one_at_a_time import Turn
 from dcp_checkfreq.commit.phases import Phase
 from dcp_checkfreq.dcp.boundary import tells_errors
@@ -212,7 +212,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         self.rank_save.reserve()
         return plans
 
-    @told("writing", ends=lambda writer: not writer.rank_save.is_coordinator)
+    @reporting("writing", ends=lambda writer: not writer.rank_save.is_coordinator)
     @tells_errors(SaveFailed, "writing")
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write this rank's items. On return they are durable, under names nobody knows yet.
@@ -270,7 +270,7 @@ class CheckFreqWriter(StorageWriter, AsyncStager):
         look_up = functools.partial(value_of, item, planner)
         self._values.check(item.index.fqn, stream, self._tier.location, look_up)
 
-    @told("publishing")
+    @reporting("publishing")
     @tells_errors(SaveFailed, "publishing")
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
         """Publish the checkpoint. Called on the coordinator, after every rank has succeeded.

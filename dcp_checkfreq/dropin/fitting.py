@@ -53,7 +53,7 @@ class Place:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What a writer of stock's was told, in our terms."""
+    """What a writer of stock's was given, in our terms."""
 
     threads: int
     overwrite: bool
@@ -68,10 +68,10 @@ def tell_once(text: str) -> None:
 
 
 def options_of(writer: FileSystemWriter) -> Options:
-    """Return what a writer was told.
+    """Return what a writer was given.
 
     Raises:
-        StaysStock: it was told what only stock can do.
+        StaysStock: it was given what only stock can do.
     """
     if getattr(writer.transforms, "extensions", None):
         raise StaysStock("stream extensions are written by stock's FileSystemWriter")
@@ -86,7 +86,7 @@ def options_of(writer: FileSystemWriter) -> Options:
 
 
 def place_of(stock: FileSystemWriter | FileSystemReader) -> Place:
-    """Return where it saves to or loads from, as it is told now.
+    """Return where it saves to or loads from, as it says now.
 
     Raises:
         StaysStock: it does something in a way of its own, or in a place that is not for us.

@@ -83,7 +83,7 @@ def _install() -> None:
     switch.install()
     is_heard = logging.getLogger(switch.__name__).isEnabledFor(logging.INFO)
     if not is_heard and os.environ.get("LOCAL_RANK", "0") == "0":
-        sys.stderr.write(f"dcp_checkfreq: {switch.told()}\n")
+        sys.stderr.write(f"dcp_checkfreq: {switch.notice()}\n")
 
 
 class _Finder(MetaPathFinder):

@@ -89,11 +89,11 @@ def install() -> Installed:
         if _depth == 1:
             _patch()
             Switch.is_on = True
-            _log.info("%s", told())
+            _log.info("%s", notice())
     return Installed()
 
 
-def told() -> str:
+def notice() -> str:
     """Return the line that says that it is on, and what it has replaced."""
     return (
         f"drop-in is on (torch {torch.__version__}): FileSystemWriter, FsspecWriter, "

@@ -46,9 +46,9 @@ from dcp_checkfreq.ranks.rollcall import RollCall
 from dcp_checkfreq.ranks.watchdog import Watchdog
 from dcp_checkfreq.runtime import options
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
-from dcp_checkfreq.runtime.told import (
+from dcp_checkfreq.runtime.error_reports import (
     Wrap,
-    tell,
+    report_of,
     text_of,
 )
 
@@ -315,7 +315,7 @@ class Ranks:
         return self.watchdog.doing(what)
 
     def _told(self, error: BaseException, what: str, wrap: Wrap | None) -> Message:
-        return what, b"", tell(error, self.rank, what, wrap)
+        return what, b"", report_of(error, self.rank, what, wrap)
 
     def _meet(
         self,
@@ -338,16 +338,16 @@ class Ranks:
                         answers[0] = answer(everyones, rule, result)
                 except BaseException as error:  # noqa: BLE001  every rank raises it below
                     own = error
-                    answers[0] = (b"", tell(error, 0, what, wrap, named=False), False)
+                    answers[0] = (b"", report_of(error, 0, what, wrap, named=False), False)
             dist.broadcast_object_list(answers, src=0, group=self.group)
         assert answers[0] is not None
-        payload, told, is_of_all = answers[0]
-        if told is None:
+        payload, report, is_of_all = answers[0]
+        if report is None:
             return result[0] if self.rank == 0 else pickle.loads(payload)
         if own is not None and (is_of_all or not isinstance(own, Exception)):
             mark_agreed(own)
             raise own
-        agreed: BaseException = told.rebuilt()
+        agreed: BaseException = report.rebuilt()
         if own is not None and type(own) is type(agreed) and str(own) == str(agreed):
             agreed, own = own, own.__cause__
         return raise_agreed(agreed, own)

@@ -1,4 +1,4 @@
-"""What all ranks raise for an error of DCP, which has told every rank the errors of all."""
+"""What all ranks raise for an error of DCP, which gives every rank the errors of all."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import NoReturn
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq.ranks.meeting import mark_agreed, raise_agreed
-from dcp_checkfreq.runtime.told import Wrap, as_ours, tell
+from dcp_checkfreq.runtime.error_reports import Wrap, as_ours, report_of
 
 
 def raise_of_dcp(
@@ -29,14 +29,14 @@ def raise_of_dcp(
     if world_size is None:
         ours = cause if wrap is None else as_ours(cause, wrap)
         raise ours from error if ours is cause else cause
-    told = {
-        number: tell(one, number, what, wrap, named=False).rebuilt()
+    reports = {
+        number: report_of(one, number, what, wrap, named=False).rebuilt()
         for number, (one, _) in error.failures.items()
     }
-    alike = {(type(one), str(one)) for one in told.values()}
-    is_of_all = len(told) == world_size and len(alike) == 1
+    alike = {(type(one), str(one)) for one in reports.values()}
+    is_of_all = len(reports) == world_size and len(alike) == 1
     own = error.failures.get(rank, (None, None))[0]
     if own is not None and not isinstance(own, Exception):
         mark_agreed(own)
         raise own from error
-    raise_agreed(told[lowest] if is_of_all else told[lowest].of_rank(lowest), error)
+    raise_agreed(reports[lowest] if is_of_all else reports[lowest].of_rank(lowest), error)

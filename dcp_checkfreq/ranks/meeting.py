@@ -8,24 +8,24 @@ from collections.abc import Callable, Sequence
 from typing import Any, NoReturn, TypeVar
 
 from dcp_checkfreq.errors import RankFailed
-from dcp_checkfreq.runtime.told import Told
+from dcp_checkfreq.runtime.error_reports import ErrorReport
 
 T = TypeVar("T")
 
 _AGREED = "_dcp_checkfreq_agreed"  # on an error that all ranks raise
 
 # What a rank says in a meeting: at what it is, its value as a pickle, or an error.
-Message = tuple[str, bytes, "Told | None"]
+Message = tuple[str, bytes, "ErrorReport | None"]
 # What rank 0 answers: the result as a pickle, or an error; whether all ranks had the same one.
-Answer = tuple[bytes, "Told | None", bool]
+Answer = tuple[bytes, "ErrorReport | None", bool]
 NOTHING = pickle.dumps(None)
 
 
 def answer(everyones: Sequence[Message], rule: Callable[[list[Any]], T], result: list[T]) -> Answer:
     """On rank 0: conclude, keep the result, and return what the others get."""
-    failures = [told for _, _, told in everyones if told is not None]
+    failures = [report for _, _, report in everyones if report is not None]
     if failures:
-        alike = {(told.kind, str(_unnamed(told))) for told in failures}
+        alike = {(report.kind, str(_unnamed(report))) for report in failures}
         is_of_all = len(failures) == len(everyones) and len(alike) == 1
         return b"", failures[0], is_of_all
     places = [what for what, _, _ in everyones]
@@ -36,12 +36,12 @@ def answer(everyones: Sequence[Message], rule: Callable[[list[Any]], T], result:
     return pickle.dumps(result[0]), None, False
 
 
-def _unnamed(told: Told) -> tuple[object, ...]:
+def _unnamed(report: ErrorReport) -> tuple[object, ...]:
     """Return the fields of an error without the number of the rank."""
     return tuple(
-        field.replace(f"rank {told.rank}", "rank", 1) if isinstance(field, str) else field
-        for field in told.fields
-        if field != told.rank
+        field.replace(f"rank {report.rank}", "rank", 1) if isinstance(field, str) else field
+        for field in report.fields
+        if field != report.rank
     )
 
 

@@ -75,13 +75,13 @@ class RollCall:
 
     def missing(self) -> str:
         """Say that this rank is there, wait for the others to, and return who is not; or ''."""
-        told = self._within(2 * _PATIENCE_S, self._call)
-        if told is None:
+        answer = self._within(2 * _PATIENCE_S, self._call)
+        if answer is None:
             return (
                 "the store of the process group does not answer: the process that serves it is"
                 " gone or hangs (rank 0, if no launcher does)"
             )
-        present, left, doing = told
+        present, left, doing = answer
         ranks = range(self._world_size)
         texts = [f"rank {rank} has left: {why}" for rank, why in left.items()]
         for rank in ranks:

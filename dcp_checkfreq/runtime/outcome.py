@@ -15,7 +15,7 @@ from collections.abc import Callable
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq.errors import PublishUnknown, RankLost
-from dcp_checkfreq.runtime.told import text_of
+from dcp_checkfreq.runtime.error_reports import text_of
 
 _log = logging.getLogger(__name__)
 

@@ -19,8 +19,8 @@ import weakref
 from collections.abc import Callable
 from typing import Any, NoReturn, Protocol, TypeVar
 
+from dcp_checkfreq.runtime.error_reports import text_of
 from dcp_checkfreq.runtime.outcome import report, try_to
-from dcp_checkfreq.runtime.told import text_of
 
 _log = logging.getLogger(__name__)
 

@@ -77,7 +77,7 @@ def _examine(
         return _hopeless(name, step, error.why)
     if record is None:
         return _hopeless(name, step, "its local record is not one of this package")
-    told = step_record(
+    known = step_record(
         name,
         step,
         refused.get(name),
@@ -85,8 +85,8 @@ def _examine(
         published=False,
         identity=identity(content),
     )
-    if told.problem is not None and name not in refused:
-        return _hopeless(name, step, told.problem, record)
+    if known.problem is not None and name not in refused:
+        return _hopeless(name, step, known.problem, record)
     noted = frozenset().union(*(node.uploaded for node in nodes.values()))
     uploads: dict[str, int] = {}
     is_at_hand = is_local = True
@@ -101,7 +101,7 @@ def _examine(
         is_at_hand = is_at_hand and everywhere
         uploads[file] = min(holders, key=lambda rank: (list(uploads.values()).count(rank), rank))
     return Unfinished(
-        told,
+        known,
         content,
         record.attempt,
         uploads,
@@ -113,5 +113,5 @@ def _examine(
 
 def _hopeless(name: str, step: int, why: str, record: Record | None = None) -> Unfinished:
     problem = f"not published, and its upload cannot be finished: {why}"
-    told = step_record(name, step, problem, record, published=False)
-    return Unfinished(told, b"", "", {}, frozenset(), is_at_hand=False, is_local=False)
+    known = step_record(name, step, problem, record, published=False)
+    return Unfinished(known, b"", "", {}, frozenset(), is_at_hand=False, is_local=False)

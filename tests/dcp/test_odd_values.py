@@ -14,7 +14,7 @@ from dcp_checkfreq import (
     UnsupportedState,
     find_latest_valid,
 )
-from dcp_checkfreq.runtime.told import survives_pickle
+from dcp_checkfreq.runtime.error_reports import survives_pickle
 from dcp_checkfreq.testing import MemoryTier
 
 DEEP = 3000  # more than any stack; and then as much as ends a process that walks it in C

@@ -142,10 +142,10 @@ class FsspecCalls:
         try:
             return retrying(attempt)
         except Exception as error:
-            told = as_os_error(error, where, lost_secrets=self.options.lost_secrets)
-            if told is error:
+            translated = as_os_error(error, where, lost_secrets=self.options.lost_secrets)
+            if translated is error:
                 raise
-            raise told from error
+            raise translated from error
 
     def _reason(self, fs: Any, path: str) -> Exception | None:
         """Return the error of a like request whose answer says why it is refused, if there is."""

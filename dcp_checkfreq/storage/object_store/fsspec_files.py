@@ -286,9 +286,9 @@ class FsspecFiles(FsspecCalls):
             with contextlib.suppress(OSError):
                 self._delete(fs, path)
             if isinstance(error, Exception):
-                told = as_os_error(error, path)
-                if told is not error:
-                    raise told from error
+                translated = as_os_error(error, path)
+                if translated is not error:
+                    raise translated from error
             raise
 
     def read_range(self, path: str, offset: int, target: memoryview, head: Head) -> None:

@@ -239,10 +239,10 @@ class S3Files(FsspecFiles):
                 raise StaleCredentials(
                     errno.EACCES, "the credentials have expired", path
                 ) from error
-            told = as_os_error(error, path, lost_secrets=self.options.lost_secrets)
-            if told is error:
+            translated = as_os_error(error, path, lost_secrets=self.options.lost_secrets)
+            if translated is error:
                 raise
-            raise told from error
+            raise translated from error
 
     def _upload_parts(self, path: str, parts: Iterable[list[memoryview]]) -> None:
         bucket, key, _ = self.fs.split_path(path)

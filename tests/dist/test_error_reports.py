@@ -7,10 +7,10 @@ import pytest
 
 from dcp_checkfreq import errors
 from dcp_checkfreq.errors import BrokenShard, DtypeDiffers, RankFailed, ReplicasDiffer, SaveFailed
-from dcp_checkfreq.runtime.told import (
+from dcp_checkfreq.runtime.error_reports import (
     is_plain,
     survives_pickle,
-    tell,
+    report_of,
     text_of,
 )
 
@@ -42,11 +42,11 @@ FOREIGN = [
 
 @pytest.mark.parametrize("error", FOREIGN, ids=lambda error: type(error).__name__)
 def test_a_foreign_error_crosses_as_text_with_the_rank(error):
-    told = pickle.loads(pickle.dumps(tell(error, 3, "saving")))
-    again = told.rebuilt()
+    report = pickle.loads(pickle.dumps(report_of(error, 3, "saving")))
+    again = report.rebuilt()
     assert type(again) is RankFailed
     assert str(again).startswith("rank 3 failed while saving: ")
-    wrapped = tell(error, 3, "saving", lambda text: SaveFailed("step 7", text)).rebuilt()
+    wrapped = report_of(error, 3, "saving", lambda text: SaveFailed("step 7", text)).rebuilt()
     assert type(wrapped) is SaveFailed
     assert "rank 3, while saving: " in str(wrapped)
 
@@ -63,17 +63,17 @@ def test_a_foreign_error_crosses_as_text_with_the_rank(error):
     ids=lambda error: type(error).__name__,
 )
 def test_an_error_of_this_package_keeps_its_class_and_names_the_rank(error):
-    again = pickle.loads(pickle.dumps(tell(error, 3, "saving"))).rebuilt()
+    again = pickle.loads(pickle.dumps(report_of(error, 3, "saving"))).rebuilt()
     assert type(again) is type(error)
     assert "rank 3" in str(again)
-    assert "rank 3" not in str(tell(error, 3, "saving", named=False).rebuilt())
-    twice = tell(again, 3, "saving").rebuilt()
+    assert "rank 3" not in str(report_of(error, 3, "saving", named=False).rebuilt())
+    twice = report_of(again, 3, "saving").rebuilt()
     assert str(twice).count("rank 3") == str(again).count("rank 3") or type(error) is DtypeDiffers
 
 
 def test_what_is_of_no_one_rank_stays_as_it_is():
     error = ReplicasDiffer("there", ["a"])
-    assert str(tell(error, 0, "saving").rebuilt()) == str(error)
+    assert str(report_of(error, 0, "saving").rebuilt()) == str(error)
 
 
 def test_the_text_of_an_error_is_there_whatever_its_class_does():

@@ -20,7 +20,7 @@ Wrap = Callable[[str], CheckFreqError]  # makes an error of this package of a te
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class ErrorReport:
     """An error of one rank, for all ranks."""
 
     rank: int
@@ -33,9 +33,9 @@ class Told:
         return made
 
 
-def tell(
+def report_of(
     error: BaseException, rank: int, doing: str, wrap: Wrap | None = None, *, named: bool = True
-) -> Told:
+) -> ErrorReport:
     """Return what others get to know of an error.
 
     Args:
@@ -54,7 +54,7 @@ def tell(
         ours = wrap(f"rank {rank}, while {doing}: {text_of(error)}")
     fields = ours.__reduce__()[1]
     assert isinstance(fields, tuple)
-    return Told(rank, type(ours).__name__, fields)
+    return ErrorReport(rank, type(ours).__name__, fields)
 
 
 def as_ours(error: BaseException, wrap: Wrap) -> BaseException:
