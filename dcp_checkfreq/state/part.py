@@ -73,9 +73,11 @@ class Part(Protocol):
 
 
 def tensor_described(tensor: torch.Tensor) -> list[object]:
-    """Return shape, shape of the shard, dtype and kind of device."""
+    """Return shape, shape of the shard, dtype and kind of device; of a nested one, no shape."""
     if torch.nn.parameter.is_lazy(tensor):
         return ["lazy"]
+    if tensor.is_nested:  # one layout has no shape, another one has symbols of this process in it
+        return ["nested", tensor.dim(), tensor.numel(), str(tensor.dtype), tensor.device.type]
     local = local_of(tensor)
     return [list(tensor.shape), list(local.shape), str(local.dtype), local.device.type]
 

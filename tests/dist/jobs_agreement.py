@@ -466,7 +466,7 @@ def a_failed_decision_at_one_step(shared):
     root, raised = shared / "undecided", []
     ckpt = Checkpointer(root, {"x": torch.ones(5)}, steps_per_epoch=500, on_error="raise")
 
-    def decide(step, ranks):
+    def decide(timings):
         raise ZeroDivisionError("this rule has a bug")
 
     ckpt._schedule.decide = decide  # that of rank 0 is asked
