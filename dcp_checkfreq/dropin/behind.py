@@ -70,26 +70,25 @@ class BehindWriter(Behind):
             return None
         try:
             place, options = place_of(stock), options_of(stock)
-            before, self._made_of = self._made_of, (place, options)
-            if (
-                self._ours is None
-                or before is None
-                or (before[1], _rest(before[0]))
-                != (
-                    options,
-                    _rest(place),
-                )
-            ):
-                self._ours = _made(place, options, self._ours)
-            elif before[0] != place:
-                self._ours.reset(place.path)
+            ours = self._writer_for(place, options)
         except StaysStock as why:
             tell_once(str(why))
             return None
         except BadLocation as why:
             tell_once(f"this place is left to stock's classes: {why}")
             return None
-        stock.save_id = self._ours.save_id
+        stock.save_id = ours.save_id
+        return ours
+
+    def _writer_for(self, place: Place, options: Options) -> CheckFreqWriter:
+        """Return ours for this place. If it cannot be, ours is for no place, not for the last."""
+        known, self._made_of = self._made_of, None
+        made_for = None if known is None else (known[1], known[0].storage_options)
+        if self._ours is None or made_for != (options, place.storage_options):
+            self._ours = _made(place, options, self._ours)
+        elif known is not None and known[0] != place:
+            self._ours.reset(place.path)
+        self._made_of = place, options
         return self._ours
 
     def begin(self, ours: CheckFreqWriter) -> None:
@@ -167,11 +166,6 @@ def _behind(stock: Any, kind: type[T]) -> T:
         there = kind()
         vars(stock)[_NAME] = there
     return there
-
-
-def _rest(place: Place) -> object:
-    """Return what a place has besides the path."""
-    return dict(place.storage_options)
 
 
 def _made(place: Place, options: Options, before: CheckFreqWriter | None) -> CheckFreqWriter:

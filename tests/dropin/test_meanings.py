@@ -436,9 +436,26 @@ def test_what_only_stock_can_stage_is_staged_by_stock(tmp_path, monkeypatch, cap
     assert "for the test" in caplog.text
 
 
+def long_folder(tmp_path):
+    """Return a folder whose path has room for stock's names, but not for ours."""
+    path = str(tmp_path)
+    while len(path) < 4072:
+        path += "/" + "n" * min(200, 4072 - len(path) - 1)
+    os.makedirs(path)
+    return path
+
+
 def test_a_place_that_is_not_for_us_stays_stocks(tmp_path):
-    name = "n" * 250  # our names would get too long in it
-    folder = tmp_path / name
-    os.makedirs(folder)
+    folder = long_folder(tmp_path)
     dcp.save({"a": 1}, checkpoint_id=folder)
     assert loaded({"a": 0}, FileSystemReader(folder)) == {"a": 1}
+    assert "__0_0.distcp" in os.listdir(folder)
+
+
+def test_a_writer_that_goes_on_to_such_a_place_leaves_the_one_before_alone(tmp_path):
+    first, folder = tmp_path / "first", long_folder(tmp_path)
+    writer = FileSystemWriter(first)
+    dcp.save({"a": 1}, storage_writer=writer)
+    dcp.save({"a": 2}, checkpoint_id=folder, storage_writer=writer)
+    assert loaded({"a": 0}, FileSystemReader(folder)) == {"a": 2}
+    assert loaded({"a": 0}, FileSystemReader(first)) == {"a": 1}
