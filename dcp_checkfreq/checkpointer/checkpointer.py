@@ -181,7 +181,7 @@ class Checkpointer:
             self._schedule = SaveSchedule(
                 run.root,
                 self._ranks,
-                self._state.describe(),
+                self._state.describe,
                 every=every,
                 max_overhead=max_overhead,
                 mtbf_s=mtbf_s,

@@ -46,7 +46,7 @@ class _Ready:
 
     step: int
     plan_fits: bool
-    node: str
+    node: str  # "" once what snapshots take is known
     host_bytes: int  # that the snapshot takes, and so on a GPU; of the first one
     gpu_bytes: int
 
@@ -56,7 +56,7 @@ class _Start:
     """What all ranks hear before anything is copied."""
 
     plan_fits: bool  # on all of them
-    memory: Mapping[int, str]  # by the first rank of each node: what snapshots take there
+    memory: Mapping[int, str]  # before the first snapshot, by the first rank of each node
 
 
 class SaveStart:
@@ -99,15 +99,16 @@ class SaveStart:
             survey = writer.stager.survey(capture())
             only = self._planner.decide(survey.inventory.structure)
             found.append(Agreed(writer, survey, only))
-            host_bytes, gpu_bytes = 0, 0
+            node, host_bytes, gpu_bytes = "", 0, 0
             if not self._memory_is_told:
+                node = socket.gethostname()
                 # a profile tries a copy on the GPU, too
                 on_gpu = profile or timings.mode is Mode.GPU
                 guarded = self._guarded(timings.mode, profile=profile)
                 host_bytes, gpu_bytes = writer.stager.needed_bytes(
                     survey, guarded=guarded, on_gpu=on_gpu
                 )
-            return _Ready(step, only is not None, socket.gethostname(), host_bytes, gpu_bytes)
+            return _Ready(step, only is not None, node, host_bytes, gpu_bytes)
 
         with self._ranks.doing("capturing the state", f"of step {step}"):
             start = self._ranks.combine(
@@ -197,7 +198,8 @@ def _all_ready(ranks: list[_Ready]) -> _Start:
         raise SaveFailed(f"step {steps[0]}", f"the ranks are saving different steps: {steps}")
     nodes: dict[str, list[int]] = {}
     for rank, ready in enumerate(ranks):
-        nodes.setdefault(ready.node, []).append(rank)
+        if ready.node:
+            nodes.setdefault(ready.node, []).append(rank)
     memory = {on_node[0]: _memory([ranks[n] for n in on_node]) for on_node in nodes.values()}
     return _Start(all(ready.plan_fits for ready in ranks), memory)
 

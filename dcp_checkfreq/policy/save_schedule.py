@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 from dcp_checkfreq.format.checked_json import fingerprint
@@ -26,7 +26,7 @@ class SaveSchedule:
 
     With ``every``, at multiples of that. Else it profiles, saves once, and then every k iterations
     as rank 0's tuner says; it goes on from a stored profile of the same job if there is one. All
-    ranks make it together. ``description`` is plain values that say what saving this rank's state
+    ranks make it together. ``describe`` returns plain values that say what saving this rank's state
     costs; ``mode`` None lets the tuner decide how to copy.
     """
 
@@ -34,7 +34,7 @@ class SaveSchedule:
         self,
         root: Tier,
         ranks: Ranks,
-        description: list[object],
+        describe: Callable[[], list[object]],
         *,
         every: int | None,
         max_overhead: float,
@@ -54,7 +54,7 @@ class SaveSchedule:
         if every is None:
             job = (ranks.world_size, root.location)
             self._job, stored = ranks.reduce_on_rank_0(
-                description, lambda of_ranks: self._look_up([*job, of_ranks])
+                describe(), lambda of_ranks: self._look_up([*job, of_ranks])
             )
             if stored is not None:
                 k = stored.interval_under(max_overhead, mtbf_s)

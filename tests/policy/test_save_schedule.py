@@ -26,7 +26,7 @@ def schedule_of(ranks):
 
     def make(max_overhead=0.035, mtbf_s=None, steps_per_epoch=None):
         return SaveSchedule(
-            root, ranks, ["a job"], every=None, max_overhead=max_overhead, mtbf_s=mtbf_s,
+            root, ranks, lambda: ["a job"], every=None, max_overhead=max_overhead, mtbf_s=mtbf_s,
             steps_per_epoch=steps_per_epoch, mode=None,
         )  # fmt: skip
 
