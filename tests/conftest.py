@@ -1,5 +1,7 @@
 """Fixtures of several folders."""
 
+import threading
+
 import pytest
 from held_copies import held_copies, let_go_when_waited_for
 from torch.distributed.checkpoint.planner import SavePlanner
@@ -24,6 +26,21 @@ def mounts_are_tried_out_anew():
     yield
     if any(can != Abilities() for can in abilities._known.values()):
         abilities.forget()
+
+
+@pytest.fixture
+def new_threads():
+    """A function of a prefix: the names of the threads that began in this test and still run.
+
+    What another test left may be held by its error until the collector comes.
+    """
+    before = set(threading.enumerate())
+
+    def names(prefix):
+        new = [one.name for one in threading.enumerate() if one not in before]
+        return [name for name in new if name.startswith(prefix)]
+
+    return names
 
 
 @pytest.fixture

@@ -295,7 +295,7 @@ def test_what_the_users_own_state_raises_comes_out_as_it_is(when):
             ckpt.after_step()
 
 
-def test_an_interrupt_while_closing_gives_back_all_the_same(monkeypatch):
+def test_an_interrupt_while_closing_gives_back_all_the_same(monkeypatch, new_threads):
     before = signal.getsignal(signal.SIGTERM)
     ckpt = Checkpointer(MemoryTier(), counter(), every=1)
     ckpt.restore()
@@ -311,4 +311,4 @@ def test_an_interrupt_while_closing_gives_back_all_the_same(monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         ckpt.close()
     assert signal.getsignal(signal.SIGTERM) == before
-    assert not [one for one in threading.enumerate() if one.name.startswith("checkfreq-preempt")]
+    assert new_threads("checkfreq-preempt") == []

@@ -51,8 +51,9 @@ def _signals_stay_as_they_were():
     assert left == -1
 
 
-def threads():
-    return [one.name for one in threading.enumerate() if one.name.startswith("checkfreq-preempt")]
+@pytest.fixture
+def threads(new_threads):
+    return lambda: new_threads("checkfreq-preempt")
 
 
 def at_the_gate(gate, step):
@@ -85,7 +86,7 @@ def test_a_signal_stops_the_job_at_the_step_after_the_last_one(signum):
         assert passes(gate, 7), "the gate is open again"
 
 
-def test_without_a_signal_nothing_happens():
+def test_without_a_signal_nothing_happens(threads):
     with watch_of(Gate()) as watch:
         watch.start()
         time.sleep(10 * POLL_S)
@@ -107,7 +108,7 @@ def test_a_second_signal_changes_nothing(caplog):
         assert (watch.stop_at, watch.deadline_s) == (7, 30.0)
 
 
-def test_handlers_are_restored_and_starting_and_closing_twice_is_harmless():
+def test_handlers_are_restored_and_starting_and_closing_twice_is_harmless(threads):
     before = handlers()
     with watch_of(Gate()) as watch:
         watch.start()
@@ -504,7 +505,7 @@ def test_the_first_decision_counts_also_for_rank_0(caplog):
         assert ranks.stops() == [None, None]
 
 
-def test_a_store_that_hangs_holds_up_no_step_for_long(caplog):
+def test_a_store_that_hangs_holds_up_no_step_for_long(caplog, threads):
     server = dist.HashStore()
     stores = [Stalling(server) for _ in range(2)]
     with Ranks(stores, [4, 4], agree_timeout_s=0.4) as ranks:
@@ -577,7 +578,7 @@ def test_a_store_that_fails_is_reported_once_and_holds_up_nothing(caplog):
     assert len([r for r in caplog.records if r.levelno >= logging.ERROR]) == 1
 
 
-def test_closing_while_the_ranks_talk_ends_the_threads_and_opens_the_gate(caplog):
+def test_closing_while_the_ranks_talk_ends_the_threads_and_opens_the_gate(caplog, threads):
     gate, store = Gate(), dist.HashStore()
     with watch_of(gate, world_size=2, store=store) as watch:
         watch.start()

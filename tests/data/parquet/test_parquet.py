@@ -6,7 +6,6 @@ import multiprocessing
 import os
 import random
 import signal
-import threading
 from collections import Counter
 
 import fsspec
@@ -382,7 +381,7 @@ def test_the_random_state_of_the_training_is_not_touched(source):
         assert [random.random(), np.random.rand(), torch.rand(()).item()] == wanted
 
 
-def test_a_loader_that_is_let_go_ends_its_workers_and_threads_at_once(source):
+def test_a_loader_that_is_let_go_ends_its_workers_and_threads_at_once(source, new_threads):
     gc.collect()  # what failed in other tests may be held by its error
     gc.disable()
     try:
@@ -390,10 +389,10 @@ def test_a_loader_that_is_let_go_ends_its_workers_and_threads_at_once(source):
         live = iter(loader)
         next(live)
         assert len(multiprocessing.active_children()) == 2
-        assert any("checkfreq-data" in thread.name for thread in threading.enumerate())
+        assert new_threads("checkfreq-data")
         del live, loader
         assert multiprocessing.active_children() == []
-        assert not any("checkfreq-data" in thread.name for thread in threading.enumerate())
+        assert new_threads("checkfreq-data") == []
     finally:
         gc.enable()
 

@@ -4,7 +4,6 @@ import gc
 import json
 import multiprocessing
 import random
-import threading
 from collections import Counter
 
 import fsspec
@@ -240,7 +239,9 @@ def test_completed_and_open_shards_are_what_was_handed_out(source):
     assert loader.completed_shards() == []  # of the next epoch
 
 
-def test_a_loader_that_is_let_go_ends_its_workers_and_threads_and_closes_its_files(source):
+def test_a_loader_that_is_let_go_ends_its_workers_and_threads_and_closes_its_files(
+    source, new_threads
+):
     gc.collect()  # what failed in other tests may be held by its error
     gc.disable()
     try:
@@ -250,7 +251,7 @@ def test_a_loader_that_is_let_go_ends_its_workers_and_threads_and_closes_its_fil
         assert len(multiprocessing.active_children()) == 2
         del live, loader
         assert multiprocessing.active_children() == []
-        assert not any("checkfreq-data" in thread.name for thread in threading.enumerate())
+        assert new_threads("checkfreq-data") == []
     finally:
         gc.enable()  # an open file would be a ResourceWarning, which is an error here
 
