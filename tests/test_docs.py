@@ -64,6 +64,16 @@ def test_every_relative_link_leads_to_a_file_and_a_heading(page):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=named)
+def test_a_line_has_one_sentence(page):
+    for line in prose_of(page).splitlines():
+        if line.startswith(("|", "    ")):
+            continue
+        plain = re.sub(r"`[^`]*`|\]\([^)]*\)|^\W*\d+\. |^\W*\*+[^*]*[.?]\*+ ", "]", line)
+        outside = re.sub(r"\([^()]*\)", "", plain)
+        assert not re.search(r"\w\w[\])]?[.?!] +[\[*]*[A-Z\]]", outside), f"split it: {line}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=named)
 def test_every_path_that_is_named_exists(page):
     known = r"`((?:tests|integration|scripts|dcp_checkfreq|docs)/[\w./-]*)`"
     for path in re.findall(known, prose_of(page)):
