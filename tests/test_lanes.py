@@ -26,11 +26,11 @@ def test_few_were_tried():
     assert 1 <= len(tried) <= 10
 
 def test_slow_without_a_mark():
-    time.sleep(1.05)
+    time.sleep(1.5)
 
 @pytest.fixture
 def slow_to_make():
-    time.sleep(1.05)
+    time.sleep(1.5)
 
 def test_slow_set_up(slow_to_make):
     pass
@@ -40,7 +40,7 @@ def test_fails():
 
 @pytest.mark.slow
 def test_marked_slow():
-    time.sleep(1.05)
+    time.sleep(1.5)
 
 @pytest.mark.dist
 def test_marked_dist():

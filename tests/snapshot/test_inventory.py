@@ -105,6 +105,9 @@ def test_structures_that_are_equal_make_equal_plans():
         planner = CheckFreqSavePlanner()
         planner.set_up_planner(state, None, True)
         made = planner.create_local_plan()
+        for item in made.items:
+            if item.tensor_data is not None:  # torch 2.15 plans strides, which are never written
+                item.tensor_data.properties.strides = None
         return made.items, made.planner_data.mappings
 
     plain = [
