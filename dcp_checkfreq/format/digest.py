@@ -25,11 +25,6 @@ def block_bytes(payload_bytes: int) -> int:
     return min(1 << (wanted.bit_length() - 1), MAX_BLOCK_BYTES)
 
 
-def block_count(payload_bytes: int, block: int) -> int:
-    """Return how many digests a payload has: one per started block, none for an empty one."""
-    return -(-payload_bytes // block)
-
-
 def digest(data: memoryview | bytes) -> int:
     """Return the xxh3-64 of ``data``."""
     return xxhash.xxh3_64_intdigest(data)

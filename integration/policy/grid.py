@@ -8,7 +8,6 @@ jobs with other rules. A job is drawn from its number: iteration, copy, persist,
 noise and budget, and what changes over time. Figures are of the later half of 90 saves.
 """
 
-import argparse
 import functools
 import itertools
 import json
@@ -17,9 +16,13 @@ import random
 import statistics
 import sys
 from pathlib import Path
+from typing import Annotated, Optional
+
+import typer
 
 KINDS = ("steady", "noisy", "jump", "busy", "swing", "cold", "contention", "drift", "long")
 JOBS = 270
+TREE = Path(__file__).parents[2]
 SAVES = 90
 NUMBERS = ("overhead", "over", "late", "k", "growths", "changes")
 
@@ -111,23 +114,23 @@ def table(rows):
     return found
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tree", type=Path, default=Path(__file__).parents[2])
-    parser.add_argument("--jobs", type=int, default=JOBS)
-    parser.add_argument("--out", type=Path)
-    parser.add_argument("--against", type=Path, help="what another run wrote to --out")
-    asked = parser.parse_args()
-    sys.path[:0] = [str(asked.tree), str(asked.tree / "tests" / "policy")]
+def main(
+    tree: Annotated[Path, typer.Option(help="a checkout with the rules")] = TREE,
+    jobs: Annotated[int, typer.Option(min=1, help="how many numbers are drawn from")] = JOBS,
+    out: Annotated[Optional[Path], typer.Option(help="JSON of each job")] = None,  # noqa: UP045 - evaluated on 3.10
+    against: Annotated[Optional[Path], typer.Option(help="another run's --out")] = None,  # noqa: UP045
+):  # fmt: skip
+    """Run the jobs and print the means of each kind."""
+    sys.path[:0] = [str(tree), str(tree / "tests" / "policy")]
     import simulated_job
 
     work = functools.partial(run, module=simulated_job)
-    rows = [row for row in map(work, range(asked.jobs)) if row is not None]
-    if asked.out is not None:
-        asked.out.write_text(json.dumps(rows))
+    rows = [row for row in map(work, range(jobs)) if row is not None]
+    if out is not None:
+        out.write_text(json.dumps(rows))
     tables = [table(rows)]
-    if asked.against is not None:
-        tables.append(table(json.loads(asked.against.read_text())))
+    if against is not None:
+        tables.append(table(json.loads(against.read_text())))
     print(f"{len(rows)} jobs" + (", each figure here and there" if len(tables) > 1 else ""))
     for kind in tables[0]:
         shown = (
@@ -141,4 +144,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)
