@@ -98,7 +98,7 @@ class Checkpointer:
             others: for storages that are slower than the network between the ranks.
         staging_dir: folder on a local disk of every node. Saves are written there first and then
             copied to ``root``, as slow as that may be; a job that starts again on the same nodes
-            goes on from there, and finishes what was being copied. See `docs/staged.md`.
+            resumes from there, and finishes what was being copied. See `docs/staged.md`.
         staging_bytes: what a rank may keep there; default: as long as 5 % of the disk stay free.
         storage_options: for the file system of a URL; see `CheckFreqWriter`.
         timeout_s: how long a rank waits for the others in a save or restore, and for a sign of life
@@ -253,7 +253,7 @@ class Checkpointer:
         rename: Mapping[str, str] | None = None,
         strict: bool = True,
     ) -> Restored | None:
-        """Put the newest whole checkpoint into the state, and go on from it.
+        """Put the newest whole checkpoint into the state, and resume from it.
 
         A checkpoint that turns out damaged while it is read is passed over for the next older one.
         All of it is read and compared before the first live value is touched; a restore that fails
@@ -261,7 +261,7 @@ class Checkpointer:
 
         Args:
             step: this step instead of the newest. Newer ones are then an abandoned branch: this
-                run, and those that go on from it, never come back to them.
+                run, and those that resume from it, never come back to them.
             depth: "digest" reads and checks everything before choosing.
             fresh_start: start from nothing although checkpoints are there.
             only: names of parts to restore; the others keep what they have.

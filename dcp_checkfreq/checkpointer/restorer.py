@@ -148,7 +148,7 @@ class Restorer:
         broken: Mapping[str, str],
         unfinished: Sequence[Unfinished],
     ) -> Choice:
-        """Look, on rank 0, and decide what to go on from."""
+        """Look, on rank 0, and decide what to resume from."""
         also = [one.record for one in unfinished]
 
         def choose(root: Tier) -> Choice:

@@ -25,7 +25,7 @@ class SaveSchedule:
     """Says when the next save is due; the same on all ranks at the same step.
 
     With ``every``, at multiples of that. Else it profiles, saves once, and then every k iterations
-    as rank 0's tuner says; it goes on from a stored profile of the same job if there is one. All
+    as rank 0's tuner says; it begins with a stored profile of the same job if there is one. All
     ranks make it together. ``describe`` returns plain values that say what saving this rank's state
     costs; ``mode`` None lets the tuner decide how to copy.
     """

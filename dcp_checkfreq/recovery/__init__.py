@@ -1,4 +1,4 @@
-"""Which checkpoint to go on from, and what dead attempts left behind.
+"""Which checkpoint to resume from, and what dead attempts left behind.
 
 `take_over` is how a run comes into a root. `scan` reads step folders into records, `plan` says what
 they mean, `choose` applies it to a root.

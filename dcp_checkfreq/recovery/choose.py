@@ -15,12 +15,12 @@ from dcp_checkfreq.storage.tier import Tier
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """A checkpoint to go on from, and what follows for the run that does."""
+    """A checkpoint to resume from, and what follows for the run that does."""
 
     record: StepRecord | None  # None: a fresh start
     lineage: Lineage  # of the history that begins here; its run id is of this restore alone
     passed_over: tuple[str, ...]  # newer steps, each with the reason
-    kept: dict[int, StepRecord]  # whole steps of the history that goes on
+    kept: dict[int, StepRecord]  # whole steps of the history that continues
     records: Sequence[StepRecord]  # all that was found
     root_id: str | None  # of the root that was looked at
 

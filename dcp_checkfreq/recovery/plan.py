@@ -1,4 +1,4 @@
-"""What a scan means: which step to resume, which are rejected and why, which history goes on. Pure.
+"""What a scan means: which step to resume, which are rejected and why, which history continues. Pure.
 
 Order is by step number. Time plays no part: a copied checkpoint is as good as the original.
 """

@@ -49,7 +49,7 @@ class LocalCopies:
     def belong_to_root(self) -> None:
         """Make sure that what lies on the local disks is of this root, and not of one before.
 
-        A root that was emptied and is used anew must not go on from what its predecessor had left.
+        A root that was emptied and is used anew must not resume from what its predecessor had left.
 
         Raises:
             BadLocation: a local disk cannot be used, on all ranks.

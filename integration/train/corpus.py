@@ -60,8 +60,8 @@ class SampleId:
 class Position:
     """Where training is in the data: an epoch, and samples of it consumed over all ranks.
 
-    The state says nothing of ranks, so any number of them may go on from it. A global batch that
-    reaches the end of an epoch goes on into the next one: no sample is dropped, none is repeated.
+    The state says nothing of ranks, so any number of them may resume from it. A global batch that
+    reaches the end of an epoch continues into the next one: no sample is dropped, none is repeated.
     """
 
     def __init__(self, count: int, *, seed: int) -> None:
