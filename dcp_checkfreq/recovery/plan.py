@@ -1,6 +1,6 @@
-"""What a scan means: which step to resume, which are rejected and why, which history continues. Pure.
+"""What a scan means: which step to resume, which are rejected and why, whose history continues.
 
-Order is by step number. Time plays no part: a copied checkpoint is as good as the original.
+Pure. Order is by step number. Time plays no part: a copied checkpoint is as good as the original.
 """
 
 from __future__ import annotations
