@@ -8,6 +8,7 @@
 | `serialization._get_layout` | how torch pickles `torch.strided` |
 | `distributed_c10d._get_default_store` | there is no public way to the store of all ranks |
 | `DataLoader._iterator` | persistent workers can't be ended in any other way than with the loader |
+| `_MultiProcessingDataLoaderIter._index_queues` | workers that hear nothing from it do not end |
 | `state_dict_saver._save_state_dict`, `state_dict_loader._load_state_dict` | `save` and \
 `load` warn in every job of one process, which is an error under `python -W error`; and no warning \
 can be silenced for one thread only |
@@ -25,6 +26,7 @@ from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch.distributed.checkpoint import state_dict_loader, state_dict_saver
@@ -64,6 +66,7 @@ __all__ = [
     "get_default_store",
     "get_layout",
     "is_initialised",
+    "keep_queues",
     "load_hooks_of",
     "versions_of",
 ]
@@ -85,6 +88,25 @@ def default_store() -> Store:
 def end_workers(loader: DataLoader[Any]) -> None:
     """Let a loader with persistent workers begin its next epoch with new ones."""
     loader._iterator = None
+
+
+def keep_queues(batches: object) -> None:
+    """Let the workers of an iterator over a `DataLoader` end as soon as it is gone.
+
+    The collector closes the queues of an iterator in a cycle before the iterator asks its workers
+    through them to end. Then it waits 5 s for each worker, in whatever thread the collector runs,
+    and kills it. An error of a worker is such a cycle, and so is a trainer whose parts know it.
+    What is referred to from here is no garbage, so it is not closed yet.
+
+    Args:
+        batches: the iterator. One without workers has no queues.
+    """
+    queues = getattr(batches, "_index_queues", None)
+    if queues is not None:
+        _queues_of[batches] = queues
+
+
+_queues_of: WeakKeyDictionary[object, list[Any]] = WeakKeyDictionary()
 
 
 def fsspec_storage() -> ModuleType:

@@ -60,6 +60,7 @@ def test_a_batch_that_cannot_be_split_evenly_is_refused() -> None:
         Position(100, seed=1).take(12, rank=0, ranks=5)
 
 
+@pytest.mark.slow  # lists the whole standard library
 def test_a_window_is_text_and_its_target_is_the_next_byte() -> None:
     text = read_corpus(10 * 16 + 1)
     tokens, targets = Windows(10, 16).batch([SampleId(0, 3), SampleId(0, 9)])

@@ -1,4 +1,4 @@
-"""A small training job for `test_data_resume.py`: run by torchrun, killed, started again.
+"""A small training job for `test_data_resume.py`: killed, started again.
 
 ``data_job.py <folder> <launch> <batch size> <workers>``. Each rank writes a line for each step that
 it trained, before the checkpoint of that step begins: ``step epoch item:draw item:draw ...``.

@@ -4,14 +4,13 @@ import itertools
 import os
 import random
 import signal
-import subprocess
-import sys
 import time
 from collections import Counter
 from pathlib import Path
 
 import pytest
 from data_job import EPOCHS, EVERY, ITEMS
+from forked_ranks import ForkedRanks, free_port
 
 pytestmark = [
     pytest.mark.dist,
@@ -27,20 +26,16 @@ MORE_LAUNCHES = [*LAUNCHES, (2, 7, 0), (4, 3, 0)]
 
 
 class Launch:
-    """One launch of the job by torchrun."""
+    """One launch of the job."""
 
     def __init__(self, folder, number, ranks, batch_size, workers):
         self.folder, self.number, self.ranks = folder, number, ranks
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
-            *("--local-addr=127.0.0.1", f"--nproc-per-node={self.ranks}"),
-            *map(str, (JOB, folder, number, batch_size, workers)),
-        ]
-        environment = os.environ | {"OMP_NUM_THREADS": "1"}
-        with open(folder / f"out-{number}", "wb") as out:
-            self.agent = subprocess.Popen(
-                command, env=environment, stdout=out, stderr=subprocess.STDOUT
-            )
+        self.out = folder / f"out-{number}"
+        self.out.mkdir()
+        arguments = [folder, number, batch_size, workers]
+        self.job = ForkedRanks(
+            JOB, ranks, arguments, self.out, timeout_s=300, MASTER_PORT=str(free_port())
+        )
 
     def lines(self, rank):
         path = self.folder / f"log-{self.number}-{rank}"
@@ -50,7 +45,7 @@ class Launch:
     def wait_for_steps(self, steps, timeout_s=120):
         """Wait until rank 0 has trained so many steps in this launch, or all there are."""
         end_s = time.monotonic() + timeout_s
-        while len(self.lines(0)) <= steps and self.agent.poll() is None:
+        while len(self.lines(0)) <= steps and self.job.is_running():
             assert time.monotonic() < end_s, self.output()
             time.sleep(0.005)
 
@@ -68,16 +63,11 @@ class Launch:
             try:
                 os.kill(pid, signal.SIGKILL)
             except ProcessLookupError:
-                assert number >= first, self.output()  # torchrun was faster
-        assert self.agent.wait(60) != 0
-
-    def stop(self):
-        if self.agent.poll() is None:
-            self.agent.terminate()
-            self.agent.wait(60)
+                assert number >= first, self.output()  # it has noticed that another one is gone
+        assert -signal.SIGKILL in self.job.wait()
 
     def output(self):
-        return (self.folder / f"out-{self.number}").read_text(errors="replace")[-5000:]
+        return "".join(path.read_text(errors="replace")[-5000:] for path in self.out.iterdir())
 
     @property
     def restored(self):
@@ -120,15 +110,13 @@ def test_killed_at_random_moments_on_changing_ranks_each_item_counts_once(tmp_pa
     for number, shape in enumerate(planned):
         launch = Launch(tmp_path, number, *shape)
         launches.append(launch)
-        try:
+        with launch.job:
             if number < len(planned) - 1:
                 launch.wait_for_steps(rng.randint(2 * EVERY + 1, 13))
                 time.sleep(rng.random() * 0.1)
                 launch.kill(rng)
             else:
-                assert launch.agent.wait(240) == 0, launch.output()
-        finally:
-            launch.stop()
+                assert launch.job.wait() == [0] * launch.ranks, launch.output()
     restored = [launch.restored for launch in launches]
     assert restored[0] == 0
     assert restored == sorted(restored)

@@ -258,11 +258,12 @@ def test_a_scan_beside_a_run_that_saves_finds_what_is_there_then(keep, together,
         assert root.newest == keep + together or root.calls < first + together
 
 
-def test_digests_beside_a_run_that_saves_are_compared_of_what_is_there_then():
-    for first in range(1, 16):
-        root = BesideARun(MemoryTier(), [first])
-        newest, _, _ = newest_whole(root, "digest")
-        assert newest is not None, first
+@pytest.mark.slow  # what has gone is looked for several times
+@pytest.mark.parametrize("first", range(1, 16))
+def test_digests_beside_a_run_that_saves_are_compared_of_what_is_there_then(first):
+    root = BesideARun(MemoryTier(), [first])
+    newest, _, _ = newest_whole(root, "digest")
+    assert newest is not None
 
 
 def test_a_scan_beside_a_run_that_never_stands_still_is_an_error_and_no_empty_root():

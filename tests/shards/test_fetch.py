@@ -14,7 +14,7 @@ from dcp_checkfreq.format.digest import digest
 from dcp_checkfreq.shards.fetch import Fetcher
 from dcp_checkfreq.shards.read_plan import Want, round_to_blocks
 from dcp_checkfreq.storage.local.huge_pages import BOUNCE_BYTES
-from dcp_checkfreq.testing import ForwardingTier, MemoryTier
+from dcp_checkfreq.testing import ForwardingTier, ManualClock, MemoryTier
 
 BLOCK = 1000
 
@@ -51,7 +51,7 @@ def digests_of(payload, block=BLOCK):
 def fetch(tier, sizes, wants, payloads, *, threads=2, check=True):
     targets = [Gathered(len(payload)) for payload in payloads]
     digests = [digests_of(payload) if check else [] for payload in payloads]
-    fetcher = Fetcher(tier, sizes, threads)
+    fetcher = Fetcher(tier, sizes, threads, clock=ManualClock())
     try:
         return targets, fetcher.fetch(wants, targets, digests)
     finally:

@@ -140,6 +140,7 @@ def test_every_entrance_tells_the_user(stub):
         assert "NTP" in str(caught.value)
 
 
+@pytest.mark.slow  # botocore looks for them in many places
 def test_no_credentials_at_all_says_how_to_give_some(stub, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)

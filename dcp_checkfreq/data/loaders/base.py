@@ -13,6 +13,7 @@ from dcp_checkfreq.data.order.options import LoaderOptions
 from dcp_checkfreq.data.order.permutation import WORKER_STREAM, derive
 from dcp_checkfreq.data.order.position import Share, Step
 from dcp_checkfreq.data.random.per_sample import SampleSeeds
+from dcp_checkfreq.format.torch_private import keep_queues
 
 Keys = list[tuple[int, list[int]]]  # (epoch, numbers of the items) of one batch, in its order
 Plan = Iterator[tuple[Step, Share]]
@@ -77,6 +78,7 @@ class TorchLoader(HasPosition):
         except BaseException:
             self._drop_loader()
             raise
+        keep_queues(batches)
         return HandOut(self._cursor, lambda share: next(batches), self._drop_loader)
 
     def _drop_loader(self) -> None:

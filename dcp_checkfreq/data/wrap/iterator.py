@@ -25,6 +25,7 @@ from dcp_checkfreq.data.wrap.saved import Saved
 from dcp_checkfreq.data.wrap.suited import check_replayable, keeper_of
 from dcp_checkfreq.data.wrap.trail import Trail
 from dcp_checkfreq.errors import DataStateError
+from dcp_checkfreq.format.torch_private import keep_queues
 
 _log = logging.getLogger(__name__)
 
@@ -154,6 +155,7 @@ class ResumableIterator:
             elif self._keeper is None:
                 self._sources.end_workers()
             batches = iter(self.loader)
+            keep_queues(batches)
             trail = self._handed_out.replay(batches, epoch, skip)
             data = global_state.save()
         finally:
