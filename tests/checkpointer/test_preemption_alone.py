@@ -473,13 +473,11 @@ def test_no_rank_stops_if_one_does_not_answer(caplog):
 class KnownClock(ManualClock):
     """Tells which threads have looked at it."""
 
-    def __init__(self):
-        super().__init__()
-        self.threads = set()
+    threads = frozenset()
 
     def monotonic_s(self):
         now_s = super().monotonic_s()
-        self.threads.add(threading.current_thread().name)
+        self.threads |= {threading.current_thread().name}
         return now_s
 
 
