@@ -19,7 +19,14 @@ JOB = "--steps 30 --every 5 --kills 10 20 --samples 110 --limit 120"
 @pytest.mark.crash
 @pytest.mark.slow
 @pytest.mark.timeout(400)
-@pytest.mark.parametrize("ranks", [(2, 3, 1), pytest.param((4, 2, 3), marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "ranks",
+    [
+        (1, 2, 1),
+        pytest.param((2, 3, 1), marks=pytest.mark.long),
+        pytest.param((4, 2, 3), marks=pytest.mark.long),
+    ],
+)
 def test_a_job_killed_in_a_save_resumes_on_any_number_of_ranks(
     tmp_path: Path, ranks: tuple[int, int, int]
 ) -> None:

@@ -471,9 +471,7 @@ def test_no_rank_stops_if_one_does_not_answer(caplog):
 
 
 class KnownClock(ManualClock):
-    """Tells which threads have looked at it."""
-
-    threads = frozenset()
+    threads = frozenset()  # that have looked at it
 
     def monotonic_s(self):
         now_s = super().monotonic_s()
@@ -487,7 +485,7 @@ def test_ranks_wait_for_each_other_for_a_third_of_the_grace_at_most(caplog, grac
     with watch_of(gate, world_size=2, store=store, clock=clock, grace_s=grace_s) as watch:
         watch.start()
         send()
-        until(lambda: "checkfreq-preempt-ask" in clock.threads, "that it waits for the other rank")
+        until(lambda: "checkfreq-preempt-ask" in clock.threads, "a deadline")
         clock.advance(timeout_s + 1)
         until(lambda: f"no answer from ranks [1] within {timeout_s:g} s" in caplog.text, "an error")
         watch.taken_up()  # nothing is to be ended here
