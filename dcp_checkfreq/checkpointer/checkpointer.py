@@ -192,6 +192,14 @@ class Checkpointer:
             self._saver = Saver(
                 run, self._gate, self._guard, self._planner, self._run_history, self._schedule
             )
+            self._stopping = Stopping(
+                self._gate,
+                self._ranks,
+                self._clock,
+                signals=preempt_signals,
+                grace_s=grace_s,
+                key=f"checkfreq/{run.id}",
+            )
             self._loop = SaveLoop(
                 run,
                 self._saver,
@@ -201,14 +209,7 @@ class Checkpointer:
                 self._run_history,
                 raise_errors=on_error == "raise",
                 max_failures=max_failures,
-            )
-            self._stopping = Stopping(
-                self._gate,
-                self._ranks,
-                self._clock,
-                signals=preempt_signals,
-                grace_s=grace_s,
-                key=f"checkfreq/{run.id}",
+                tell_time=self._stopping.compare_with_grace,
             )
             self._closed = False
             self.step = 0

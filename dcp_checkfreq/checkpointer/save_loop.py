@@ -40,6 +40,7 @@ class SaveLoop:
         run_history: says where.
         raise_errors: raise the error of every save that failed.
         max_failures: this many failures in a row are raised in any case.
+        tell_time: on rank 0, gets the seconds that each published save took.
 
     Attributes:
         history: the last saves that have ended, oldest first.
@@ -58,11 +59,13 @@ class SaveLoop:
         *,
         raise_errors: bool,
         max_failures: int,
+        tell_time: Callable[[float], None],
     ) -> None:
         self._saver, self._schedule, self._times = saver, schedule, times
         self._parts, self._run_history = parts, run_history
         self._run, self._clock = run, run.clock
         self._raise_errors, self._max_failures = raise_errors, max_failures
+        self._tell_time = tell_time
         self._blocked_s = 0.0  # by the last save
         self.history: deque[SaveTimings] = deque(maxlen=_HISTORY)
         self.last_step: int | None = None
@@ -172,6 +175,7 @@ class SaveLoop:
         if error is None:
             if self._run.ranks.rank == 0:
                 _log.info("step %d saved: %s", timings.step, timings)
+                self._tell_time(self.last_took_s())
             self.last_step = timings.step
             self.failures_in_a_row = 0
             return

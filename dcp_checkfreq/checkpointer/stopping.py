@@ -88,7 +88,7 @@ class Stopping:
         self._gate, self._ranks, self._clock = gate, ranks, clock
         self._signals, self._grace_s, self._key = tuple(signals), grace_s, key
         self._watch: PreemptionWatch | None = None
-        self._is_ordered = False
+        self._is_ordered = self._has_warned = False
         self._job: FinalActions | None = None  # once it has stopped
         self._code = 0
         self._among: list[Stopping] | None = None
@@ -193,6 +193,21 @@ class Stopping:
                 with contextlib.suppress(CheckFreqError):  # logged already
                     one._job.close()
         raise SystemExit(code)
+
+    def compare_with_grace(self, took_s: float) -> None:
+        """Warn, once, if a save that takes ``took_s`` does not fit into the time after a signal."""
+        needs_s = _SAVE_TAKES * took_s
+        if not self._signals or self._has_warned or needs_s <= self._grace_s:
+            return
+        self._has_warned = True
+        _log.warning(
+            "the last save took %.1f s, and grace_s=%g leaves no time for another one after a "
+            "signal: set grace_s above %.0f, and let the launcher wait longer than that "
+            "(torchrun: --shutdown-timeout)",
+            took_s,
+            self._grace_s,
+            needs_s,
+        )
 
     def _there_is_time(self, last_took_s: float) -> bool:
         needs_s = _SAVE_TAKES * last_took_s

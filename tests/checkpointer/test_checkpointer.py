@@ -456,3 +456,32 @@ def test_what_a_snapshot_takes_is_said_before_it_is_taken(caplog):
         "on this node (1 rank), the first one now"
     )
     assert "taking" in taken
+
+
+@pytest.mark.parametrize(
+    ("writes_s", "options", "warns"),
+    [
+        (20.0, {}, True),  # and half of it more would not fit into 25 s
+        (15.0, {}, False),
+        (20.0, {"grace_s": 31.0}, False),
+        (20.0, {"preempt_signals": ()}, False),
+    ],
+)
+def test_saves_that_do_not_fit_into_the_grace_are_warned_of_once(caplog, writes_s, options, warns):
+    clock = ManualClock()
+
+    class Slow(ForwardingTier):
+        def around(self, verb, name, call):
+            if verb == "write_shard":
+                clock.advance(writes_s)
+            return super().around(verb, name, call)
+
+    with Checkpointer(Slow(MemoryTier()), counter(), every=1, clock=clock, **options) as ckpt:
+        for _ in range(3):
+            ckpt.after_step()
+            ckpt.wait()
+    said = [record.message for record in caplog.records if "grace_s" in record.message]
+    assert len(said) == warns
+    if warns:
+        assert "the last save took 20.0 s" in said[0]
+        assert "set grace_s above 30" in said[0]
