@@ -10,6 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 TREES = ("tests", "integration")
+# What a thread has waited for a core does not count, so 1.5 s leave room for that.
 TESTS = {
     "tests/test_plain.py": """
 import os, time

@@ -1,4 +1,4 @@
-"""One rank of a job that saves or loads on S3: ranks_job.py save|load URL ENDPOINT, by torchrun."""
+"""One rank of a job that saves or loads on S3: ranks_job.py save|load URL ENDPOINT."""
 
 import json
 import sys

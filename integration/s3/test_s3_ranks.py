@@ -1,37 +1,34 @@
 """Several ranks on a real S3 server: what they ask it for, counted by the proxy in front of it."""
 
 import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from forked_ranks import ForkedRanks, free_port
 from servers import KEY, SECRET
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
+JOB = Path(__file__).with_name("ranks_job.py")
 SHARDED_BYTES, REPLICATED_BYTES = 3000 * 1024 * 4, 2000 * 1024 * 4
 
 
-def torchrun(ranks, what, root, endpoint):
-    environment = os.environ | {
+def run(ranks, what, root, endpoint, folder):
+    """Run `ranks_job.py`; return what rank 0 has printed."""
+    folder = folder / what
+    folder.mkdir()
+    environment = {
         "AWS_ACCESS_KEY_ID": KEY,
         "AWS_SECRET_ACCESS_KEY": SECRET,
         "GLOO_SOCKET_IFNAME": "lo",
-        "OMP_NUM_THREADS": "1",
+        "MASTER_PORT": str(free_port()),
     }
-    done = subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            "--local-addr=127.0.0.1", f"--nproc-per-node={ranks}",
-            str(Path(__file__).with_name("ranks_job.py")), what, root, endpoint,
-        ],
-        env=environment, capture_output=True, text=True, timeout=150, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout
+    with ForkedRanks(JOB, ranks, [what, root, endpoint], folder, **environment) as job:
+        codes = job.wait()
+    said = [(folder / f"{rank}.out").read_text(errors="replace") for rank in range(ranks)]
+    assert codes == [0] * ranks, said
+    return said[0]
 
 
 def asked_bytes(proxy, step):
@@ -44,10 +41,12 @@ def asked_bytes(proxy, step):
     return sum(int(span[2]) - int(span[1]) + 1 for span in spans)
 
 
-def test_a_reshard_asks_only_for_what_it_needs_and_shared_reads_for_each_byte_once(proxy, root):
-    torchrun(3, "save", root, proxy.endpoint)
+def test_a_reshard_asks_only_for_what_it_needs_and_shared_reads_for_each_byte_once(
+    proxy, root, tmp_path
+):
+    run(3, "save", root, proxy.endpoint, tmp_path)
     proxy.reset()
-    told = json.loads(torchrun(2, "load", root, proxy.endpoint).splitlines()[-1])
+    told = json.loads(run(2, "load", root, proxy.endpoint, tmp_path).splitlines()[-1])
     assert all(right for rank in told for right, *_ in rank)
     resharded, shared = zip(*told, strict=True)
     assert sum(needed for _, needed, _, _ in resharded) == SHARDED_BYTES
