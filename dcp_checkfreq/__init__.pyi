@@ -2,6 +2,7 @@
 
 from .checkpointer.checkpointer import Checkpointer as Checkpointer
 from .checkpointer.load_part import load_part as load_part
+from .checkpointer.memory_forecast import MemoryForecast as MemoryForecast
 from .checkpointer.restorer import Restored as Restored
 from .dcp.find_latest import (
     Found as Found,

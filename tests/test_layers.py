@@ -46,6 +46,7 @@ PURE = {
     "format/item_checks",
     "format/numpy_checks",
     "format/digest",
+    "checkpointer/memory_forecast",
     "policy/baseline",
     "policy/constants",
     "policy/costs",

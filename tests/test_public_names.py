@@ -11,6 +11,7 @@ from dcp_checkfreq import errors
 PUBLIC = {
     "Checkpointer",
     "Restored",
+    "MemoryForecast",
     "SaveRecord",
     "PerRank",
     "CheckFreqWriter",

@@ -3,8 +3,9 @@
 `checkpointer` is the object itself, `save_loop` what saving does from step to step, `saver` one
 save at a time: `save_start` agrees with the other ranks on what is copied, `background_save` writes
 and publishes it, `replicas` names what differs between ranks, at `save_meeting` all ranks hear how
-it ended. `run` is the folder, the ranks and the name of a run, `run_history` are its steps on
-storage. `restorer` is a restore: `state_loader` brings a checkpoint into the live state.
-`registered` are the parts that were handed in, `stopping` the last save after a signal, `dropped`
-what is given back at the end. `load_part` reads one part of a checkpoint without any of it.
+it ended. `memory_forecast` says what memory that takes. `run` is the folder, the ranks and the name
+of a run, `run_history` are its steps on storage. `restorer` is a restore: `state_loader` brings a
+checkpoint into the live state. `registered` are the parts that were handed in, `stopping` the last
+save after a signal, `dropped` what is given back at the end. `load_part` reads one part of a
+checkpoint without any of it.
 """

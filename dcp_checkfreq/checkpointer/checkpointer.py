@@ -5,19 +5,19 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import signal
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
 from types import TracebackType
 from typing import Any, Literal
 
 from dcp_checkfreq.checkpointer.dropped import Holdings
+from dcp_checkfreq.checkpointer.memory_forecast import MemoryForecast
 from dcp_checkfreq.checkpointer.registered import Registered
 from dcp_checkfreq.checkpointer.restorer import Restored, Restorer
-from dcp_checkfreq.checkpointer.run import mode_of, open_run
+from dcp_checkfreq.checkpointer.run import Snapshots, mode_of, open_run
 from dcp_checkfreq.checkpointer.run_history import RunHistory
 from dcp_checkfreq.checkpointer.save_loop import SaveLoop
 from dcp_checkfreq.checkpointer.saver import Saver
-from dcp_checkfreq.checkpointer.stopping import FinalActions, Stopping
+from dcp_checkfreq.checkpointer.stopping import DEFAULT_SIGNALS, FinalActions, Stopping
 from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner
 from dcp_checkfreq.errors import SaveFailed, SnapshotFailed
 from dcp_checkfreq.policy.save_schedule import SaveSchedule
@@ -40,15 +40,6 @@ from dcp_checkfreq.state.restoration import Selection
 from dcp_checkfreq.storage.open import Location
 
 _log = logging.getLogger(__name__)
-
-# Arguments that must be the same on all ranks, so that they decide alike.
-_ALIKE = (
-    *("every", "max_overhead", "mtbf_s", "steps_per_epoch", "snapshot"),
-    *("on_error", "max_failures", "share_reads"),
-)
-DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-
-Snapshots = Literal["auto", "cpu", "gpu", "blocking"]
 
 
 class Checkpointer:
@@ -141,7 +132,7 @@ class Checkpointer:
             options.check(options.CHECKPOINTER, locals())
             mode = mode_of(snapshot)
             given = locals()
-            alike = {name: given[name] for name in _ALIKE}
+            alike = {name: given[name] for name in options.ALIKE}
             self._ranks.same({**alike, "staged": staging_dir is not None})
             run = open_run(
                 root,
@@ -239,6 +230,16 @@ class Checkpointer:
     def failures_in_a_row(self) -> int:
         """How many saves have failed since the last published one."""
         return self._loop.failures_in_a_row
+
+    @one_at_a_time
+    def forecast(self) -> MemoryForecast:
+        """Say what host and GPU memory a snapshot takes, on this rank and node; take none.
+
+        All ranks call it at the same place. Waits for the save in flight, and reports it like
+        `after_step`. Before the first step most optimizers have no state to be counted.
+        """
+        self._check_open()
+        return self._loop.forecast()
 
     # --- restoring ---
 

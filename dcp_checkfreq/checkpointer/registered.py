@@ -59,6 +59,10 @@ class Registered:
         """Return how much GPU memory is in use where the parts are, and how much there is."""
         return self._state.gpu_memory_bytes()
 
+    def without_state(self) -> tuple[str, ...]:
+        """Return the names of the optimizers that have made no state, or not yet."""
+        return self._state.optimizers_without_state()
+
     def capture(self) -> dict[str, Any]:
         """Return the state to save."""
         state = self._state.capture()

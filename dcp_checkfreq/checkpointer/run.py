@@ -6,7 +6,7 @@ import logging
 import uuid
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -22,6 +22,8 @@ from dcp_checkfreq.storage.open import Location, open_tier
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
+
+Snapshots = Literal["auto", "cpu", "gpu", "blocking"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def _place_of(root: Tier) -> str:
     return place
 
 
-def mode_of(snapshot: str) -> Mode | None:
+def mode_of(snapshot: Snapshots) -> Mode | None:
     """Return how snapshots are copied, by the option of that name; None: as the costs say.
 
     Raises:

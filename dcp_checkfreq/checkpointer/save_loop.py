@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from dcp_checkfreq.checkpointer.background_save import Ended
+from dcp_checkfreq.checkpointer.memory_forecast import MemoryForecast
 from dcp_checkfreq.checkpointer.registered import Registered
 from dcp_checkfreq.checkpointer.run import Run
 from dcp_checkfreq.checkpointer.run_history import RunHistory
@@ -127,6 +128,16 @@ class SaveLoop:
         ended = self._saver.wait_result()
         if ended is not None:
             self._act_on(ended, must_raise=must_raise)
+
+    def forecast(self) -> MemoryForecast:
+        """Say what the next snapshot takes, after the save in flight. All ranks call it."""
+        self.finish_in_flight()
+        return self._saver.forecast(
+            self._schedule.mode,
+            self._parts.capture,
+            self._parts.without_state,
+            profile=self._schedule.wants_profile,
+        )
 
     def last_took_s(self) -> float:
         """Return how long the last save took, from the copy to its publication."""

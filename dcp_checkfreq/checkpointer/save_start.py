@@ -9,6 +9,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from dcp_checkfreq.checkpointer.background_save import SaveInFlight, refusing, save_failed
+from dcp_checkfreq.checkpointer.memory_forecast import (
+    MemoryForecast,
+    Needs,
+    first_lines,
+    forecasts,
+)
 from dcp_checkfreq.dcp.save_planner import CheckFreqSavePlanner
 from dcp_checkfreq.dcp.writer import CheckFreqWriter
 from dcp_checkfreq.errors import SaveFailed, SnapshotFailed
@@ -20,7 +26,7 @@ from dcp_checkfreq.runtime.clock import Clock
 from dcp_checkfreq.runtime.error_reports import text_of
 from dcp_checkfreq.snapshot.inventory import Survey
 from dcp_checkfreq.snapshot.optimizer_guard import Address, Guard
-from dcp_checkfreq.snapshot.stager import Snapshot, gpu_copy_s
+from dcp_checkfreq.snapshot.stager import Snapshot, Stager, gpu_copy_s
 
 _log = logging.getLogger(__name__)
 
@@ -46,9 +52,7 @@ class _Ready:
 
     step: int
     plan_fits: bool
-    node: str  # "" once what snapshots take is known
-    host_bytes: int  # that the snapshot takes, and so on a GPU; of the first one
-    gpu_bytes: int
+    needs: Needs | None  # of the first one; None once that is told
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,16 +103,11 @@ class SaveStart:
             survey = writer.stager.survey(capture())
             only = self._planner.decide(survey.inventory.structure)
             found.append(Agreed(writer, survey, only))
-            node, host_bytes, gpu_bytes = "", 0, 0
+            needs = None
             if not self._memory_is_told:
-                node = socket.gethostname()
-                # a profile tries a copy on the GPU, too
-                on_gpu = profile or timings.mode is Mode.GPU
                 guarded = self._guarded(timings.mode, profile=profile)
-                host_bytes, gpu_bytes = writer.stager.needed_bytes(
-                    survey, guarded=guarded, on_gpu=on_gpu
-                )
-            return _Ready(step, only is not None, node, host_bytes, gpu_bytes)
+                needs = _needs(writer.stager, survey, guarded, timings.mode, profile=profile)
+            return _Ready(step, only is not None, needs)
 
         with self._ranks.doing("capturing the state", f"of step {step}"):
             start = self._ranks.combine(
@@ -121,6 +120,25 @@ class SaveStart:
         if start.plan_fits and not self._ranks.is_alone:
             return mine
         return Agreed(mine.writer, mine.survey, None)
+
+    def forecast(
+        self,
+        mode: Mode,
+        capture: Callable[[], Mapping[str, Any]],
+        without_state: Callable[[], tuple[str, ...]],
+        *,
+        profile: bool,
+    ) -> MemoryForecast:
+        """Say what the snapshot of a save takes; begin none. All ranks call it."""
+
+        def look() -> Needs:
+            stager = Stager()
+            # Those that have not stepped since the last snapshot will have by the next one.
+            guarded = self._guard.addresses(of_all=True) if _may_overlap(mode, profile) else set()
+            needs = _needs(stager, stager.survey(capture()), guarded, mode, profile=profile)
+            return replace(needs, without_state=without_state())
+
+        return self._ranks.combine("looking at the memory", look, forecasts)[self._ranks.rank]
 
     def copy(
         self,
@@ -154,7 +172,7 @@ class SaveStart:
         return job, stopped
 
     def _guarded(self, mode: Mode, *, profile: bool) -> set[Address]:
-        return self._guard.addresses() if profile or mode is not Mode.BLOCKING else set()
+        return self._guard.addresses() if _may_overlap(mode, profile) else set()
 
     def _begin_snapshot(
         self, agreed: Agreed, timings: SaveTimings, *, profile: bool
@@ -196,19 +214,18 @@ def _all_ready(ranks: list[_Ready]) -> _Start:
     steps = sorted({ready.step for ready in ranks})
     if len(steps) > 1:
         raise SaveFailed(f"step {steps[0]}", f"the ranks are saving different steps: {steps}")
-    nodes: dict[str, list[int]] = {}
-    for rank, ready in enumerate(ranks):
-        if ready.node:
-            nodes.setdefault(ready.node, []).append(rank)
-    memory = {on_node[0]: _memory([ranks[n] for n in on_node]) for on_node in nodes.values()}
-    return _Start(all(ready.plan_fits for ready in ranks), memory)
+    needs = [ready.needs for ready in ranks if ready.needs is not None]  # all, or none
+    return _Start(all(ready.plan_fits for ready in ranks), first_lines(needs))
 
 
-def _memory(on_node: list[_Ready]) -> str:
-    host_bytes = sum(ready.host_bytes for ready in on_node)
-    gpu_bytes = sum(ready.gpu_bytes for ready in on_node)
-    ranks = "1 rank" if len(on_node) == 1 else f"{len(on_node)} ranks"
-    return (
-        f"snapshots take {host_bytes} bytes of host memory and {gpu_bytes} bytes of GPU memory on "
-        f"this node ({ranks}), the first one now"
-    )
+def _may_overlap(mode: Mode, profile: bool) -> bool:
+    return profile or mode is not Mode.BLOCKING
+
+
+def _needs(
+    stager: Stager, survey: Survey, guarded: set[Address], mode: Mode, *, profile: bool
+) -> Needs:
+    # a profile tries a copy on the GPU, too
+    on_gpu = profile or mode is Mode.GPU
+    host_bytes, gpu_bytes = stager.needed_bytes(survey, guarded=guarded, on_gpu=on_gpu)
+    return Needs(socket.gethostname(), host_bytes, gpu_bytes)

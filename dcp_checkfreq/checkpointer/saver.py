@@ -24,6 +24,7 @@ from dcp_checkfreq.checkpointer.background_save import (
     save_failed,
     write_and_publish,
 )
+from dcp_checkfreq.checkpointer.memory_forecast import MemoryForecast
 from dcp_checkfreq.checkpointer.run import Run
 from dcp_checkfreq.checkpointer.run_history import RunHistory
 from dcp_checkfreq.checkpointer.save_meeting import meet
@@ -34,6 +35,7 @@ from dcp_checkfreq.errors import (
     PublishUnknown,
     SaveFailed,
 )
+from dcp_checkfreq.policy.interval import Mode
 from dcp_checkfreq.policy.observation import Iteration
 from dcp_checkfreq.policy.save_schedule import SaveSchedule
 from dcp_checkfreq.policy.save_timings import SaveTimings
@@ -152,6 +154,18 @@ class Saver:
             raise
         if stopped is not None:
             raise stopped  # `KeyboardInterrupt`, say; the other ranks hear of it in the save
+
+    def forecast(
+        self,
+        mode: Mode,
+        capture: Callable[[], Mapping[str, Any]],
+        without_state: Callable[[], tuple[str, ...]],
+        *,
+        profile: bool,
+    ) -> MemoryForecast:
+        """Say what a save takes. All ranks call it, with no save in flight."""
+        assert self._job is None
+        return self._save_start.forecast(mode, capture, without_state, profile=profile)
 
     def begin_finishing(self, timings: SaveTimings, finish: Callable[[], None]) -> None:
         """Publish a step, which an earlier process has saved, by calling ``finish``.

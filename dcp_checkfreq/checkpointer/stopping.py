@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import os
+import signal
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -22,6 +23,7 @@ from dcp_checkfreq.runtime.outcome import report
 
 _log = logging.getLogger(__name__)
 
+DEFAULT_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 _SAVE_TAKES = 1.5  # times as long as the last one, at most: what is left must be enough for it
 
 

@@ -164,6 +164,11 @@ CHECKPOINTER: Rules = {
     "timeout_s": _SECONDS,
     "clock": CLOCK.or_none(),
 }
+# Those of them that must be the same on all ranks, so that they decide alike.
+ALIKE = (
+    *("every", "max_overhead", "mtbf_s", "steps_per_epoch", "snapshot"),
+    *("on_error", "max_failures", "share_reads"),
+)
 
 _NAMES = Rule(
     "a list of names",

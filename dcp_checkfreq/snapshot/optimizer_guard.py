@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -68,9 +68,10 @@ class Guard:
         self._pid = os.getpid()
         # Since the last snapshot. Weak, as the hooks of an optimizer keep its guard alive.
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self._heard = weakref.WeakSet(self._heard_of(optimizers))
         self._hooks = [
             remove
-            for optimizer in self._heard(optimizers)
+            for optimizer in self._heard
             for remove in (
                 optimizer.register_step_pre_hook(self._before),
                 optimizer.register_step_post_hook(self._after),
@@ -78,30 +79,25 @@ class Guard:
         ]
 
     @staticmethod
-    def _heard(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
+    def _heard_of(optimizers: Sequence[Optimizer]) -> list[Optimizer]:
         """Return those whose steps are heard of, once each; a wrapper's are those inside of it."""
         found = [one for optimizer in optimizers for one in initialised_in(optimizer)]
         return list({id(one): one for one in found}.values())
 
     @torch.no_grad()
-    def addresses(self) -> set[Address]:
-        """Return where the tensors are that only these optimizers change, in steps we hear of."""
+    def addresses(self, *, of_all: bool = False) -> set[Address]:
+        """Return where the tensors are that only these optimizers change, in steps we hear of.
+
+        Args:
+            of_all: also of those that have not stepped since the last snapshot.
+        """
+        optimizers = self._heard if of_all else self._stepped
         # Sparse and nested ones have no elements in a row: their parts are copied at once.
         return {
             (one.data_ptr(), size)
-            for one in map(local_of, self._tensors())
+            for one in map(local_of, _tensors_of(optimizers))
             if one.layout is torch.strided and not one.is_nested and (size := one.nbytes)
         }
-
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        for optimizer in self._stepped:
-            for group in optimizer.param_groups:
-                yield from group["params"]
-            for state in optimizer.state.values():
-                # an optimizer made by hand may keep one tensor, or anything
-                for value in state.values() if isinstance(state, dict) else (state,):
-                    if isinstance(value, torch.Tensor):
-                        yield value
 
     def arm(self, snapshot: Guarded) -> None:
         """Let the next update wait for this snapshot."""
@@ -156,6 +152,17 @@ class Guard:
         self._hooks = []
         self._stepped.clear()
         self._snapshot = None
+
+
+def _tensors_of(optimizers: Iterable[Optimizer]) -> Iterator[torch.Tensor]:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            yield from group["params"]
+        for state in optimizer.state.values():
+            # an optimizer made by hand may keep one tensor, or anything
+            for value in state.values() if isinstance(state, dict) else (state,):
+                if isinstance(value, torch.Tensor):
+                    yield value
 
 
 def _is_being_captured() -> bool:

@@ -15,6 +15,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from dcp_checkfreq.errors import CheckFreqError, UnsupportedState
 from dcp_checkfreq.runtime.gc_paused import collector_held
 from dcp_checkfreq.state.fsdp1_part import Fsdp1ModulePart, Fsdp1OptimizerPart, is_fsdp1
+from dcp_checkfreq.state.held_optimizers import initialised_in
 from dcp_checkfreq.state.module_part import ModulePart
 from dcp_checkfreq.state.optimizer_part import OptimizerPart
 from dcp_checkfreq.state.part import Part
@@ -148,6 +149,14 @@ class AppState:
         return [
             name for name, part in self._parts.items() if isinstance(part, torch.optim.Optimizer)
         ]
+
+    def optimizers_without_state(self) -> tuple[str, ...]:
+        """Return the names of those that have made no state, or not yet."""
+        return tuple(
+            name
+            for name in self.optimizer_names()
+            if not any(one.state for one in initialised_in(self._parts[name]))
+        )
 
     def group_names(self) -> dict[str, list[list[str]]]:
         """Return the FQNs in each group of each optimizer."""

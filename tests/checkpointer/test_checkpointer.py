@@ -21,6 +21,7 @@ from torch import nn
 
 from dcp_checkfreq import (
     Checkpointer,
+    MemoryForecast,
     PerRank,
     SaveFailed,
     TooManyFailures,
@@ -28,6 +29,7 @@ from dcp_checkfreq import (
     WriteFailed,
     find_latest_valid,
 )
+from dcp_checkfreq.checkpointer.memory_forecast import Needs, forecasts
 from dcp_checkfreq.snapshot.pool import PROCESS_POOL
 from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import (
@@ -485,3 +487,40 @@ def test_saves_that_do_not_fit_into_the_grace_are_warned_of_once(caplog, writes_
     if warns:
         assert "the last save took 20.0 s" in said[0]
         assert "set grace_s above 30" in said[0]
+
+
+def test_what_snapshots_take_can_be_asked_before_any_is_taken(tmp_path):
+    PROCESS_POOL.drop()
+    model = nn.Linear(1 << 10, 5 << 10)
+    optim = torch.optim.AdamW(model.parameters())
+    with Checkpointer(tmp_path, {"model": model, "optim": optim}, every=1) as ckpt:
+        before = ckpt.forecast()
+        assert before == MemoryForecast(
+            host_bytes=before.host_bytes,
+            gpu_bytes=0,
+            node_host_bytes=before.host_bytes,
+            node_gpu_bytes=0,
+            node_ranks=1,
+            without_state=("optim",),
+        )
+        assert PROCESS_POOL.held_bytes == 0, "none was taken"
+        assert list(tmp_path.glob("step_*")) == []
+        model(torch.ones(1, 1 << 10)).sum().backward()
+        optim.step()
+        stepped = ckpt.forecast()
+        assert stepped.host_bytes > 2.8 * before.host_bytes > 0
+        assert stepped.without_state == ()
+        ckpt.after_step()
+        assert ckpt.forecast() == stepped, "the save in flight has ended"
+        assert stepped.host_bytes == PROCESS_POOL.held_bytes
+        assert ckpt.last_saved_step == 1
+    with pytest.raises(SaveFailed, match="closed"):
+        ckpt.forecast()
+
+
+def test_a_forecast_is_per_node():
+    sizes = [("a", 1, 10), ("b", 2, 20), ("a", 4, 40)]
+    first, second, third = forecasts([Needs(*one) for one in sizes])
+    assert (first.node_host_bytes, first.node_gpu_bytes, first.node_ranks) == (5, 50, 2)
+    assert (second.node_host_bytes, second.node_gpu_bytes, second.node_ranks) == (2, 20, 1)
+    assert (third.host_bytes, third.gpu_bytes, third.node_host_bytes) == (4, 40, 5)

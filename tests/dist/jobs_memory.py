@@ -1,5 +1,6 @@
 """Job: what the first line of a run says of the memory that snapshots take."""
 
+import dataclasses
 import logging
 
 import torch
@@ -23,7 +24,7 @@ class Heard(logging.Handler):
 
 @job
 def the_first_line_says_what_snapshots_take(shared):
-    """Rank 1 holds three times as much. Return what was said, and what was taken then."""
+    """Rank 1 holds three times as much. Return what was forecast, said, and taken."""
     rank, log = dist.get_rank(), logging.getLogger("dcp_checkfreq")
     PROCESS_POOL.drop()
     log.setLevel(logging.INFO)
@@ -31,11 +32,14 @@ def the_first_line_says_what_snapshots_take(shared):
     try:
         parts = {"own": PerRank(torch.zeros((1 + 2 * rank) * (5 << 20)))}
         with Checkpointer(shared / "memory", parts, every=1, timeout_s=60) as ckpt:
+            ahead = ckpt.forecast()
             for _ in range(2):
                 ckpt.after_step()
                 ckpt.wait()
+            later = ckpt.forecast()
     finally:
         log.removeHandler(heard)
         log.setLevel(logging.NOTSET)
     lines = [line for line, _ in heard.lines if "snapshots take" in line]
-    return {"first": heard.lines[0], "lines": lines, "taken": PROCESS_POOL.held_bytes}
+    said = {"ahead": dataclasses.asdict(ahead), "is_the_same_later": later == ahead}
+    return said | {"first": heard.lines[0], "lines": lines, "taken": PROCESS_POOL.held_bytes}

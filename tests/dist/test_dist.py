@@ -330,3 +330,13 @@ def test_the_first_line_of_a_run_says_what_snapshots_take_on_this_node(two):
     )
     assert first["lines"] == [line], "once"
     assert second["lines"] == [], "for each node"
+    for rank in (first, second):
+        assert rank["ahead"] == {
+            "host_bytes": rank["taken"],
+            "gpu_bytes": 0,
+            "node_host_bytes": node_bytes,
+            "node_gpu_bytes": 0,
+            "node_ranks": 2,
+            "without_state": [],
+        }
+        assert rank["is_the_same_later"]
