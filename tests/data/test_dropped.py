@@ -45,13 +45,21 @@ class Trainer:
 
 
 @pytest.fixture
-def workers():
-    """A function that tells how those ended that began in this test."""
+def workers(monkeypatch):
+    """A function that tells which began in this test. None of them is killed at its end."""
+    killed, kill = [], multiprocessing.process.BaseProcess.terminate
+
+    def noted(worker):
+        killed.append(worker.name)
+        kill(worker)
+
+    monkeypatch.setattr(multiprocessing.process.BaseProcess, "terminate", noted)
     gc.collect()
     gc.disable()
     before = set(multiprocessing.active_children())
     yield lambda: set(multiprocessing.active_children()) - before
     gc.enable()
+    assert killed == []
 
 
 @pytest.mark.parametrize("kind", [own, wrapped, wrapped_and_persistent, parquet])

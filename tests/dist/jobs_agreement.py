@@ -104,7 +104,10 @@ def copies_when_waited_for():
         yield held
     finally:
         held.release()
-        background_copy.copy_tensors, background_copy._ThreadCopy.before_update = real_copy, real_wait
+        background_copy.copy_tensors, background_copy._ThreadCopy.before_update = (
+            real_copy,
+            real_wait,
+        )
 
 
 def train_and_save(root, model, optimizer, steps=3, **options):

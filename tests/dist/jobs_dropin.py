@@ -101,7 +101,11 @@ def dropin_async_goes_on_after_a_failure(shared):
         )
         good = dcp.async_save({"w": sharded(2.0), "n": 2}, checkpoint_id=root / "2")
         good.result()
-        return [caught(failing.result)[1:], (root / "1" / ".metadata").exists(), weight_in(root / "2")]
+        return [
+            caught(failing.result)[1:],
+            (root / "1" / ".metadata").exists(),
+            weight_in(root / "2"),
+        ]
 
 
 @job
@@ -124,7 +128,9 @@ def dropin_process(shared):
         dcp.async_save({"w": sharded(3.0), "n": 3}, checkpoint_id=root / "id", **kind).result()
         got = [weight_in(root / name) for name in ("class", "id")]
     dcp.async_save({"w": sharded(4.0), "n": 4}, checkpoint_id=root / "after", **kind).result()
-    dcp.async_save({"w": sharded(4.0), "n": 4}, storage_writer=writer, checkpoint_id=root / "too", **kind).result()
+    dcp.async_save(
+        {"w": sharded(4.0), "n": 4}, storage_writer=writer, checkpoint_id=root / "too", **kind
+    ).result()
     names = ("class", "id", "after", "too")
     return [got, [is_ours(root / name) for name in names], weight_in(root / "after")]
 

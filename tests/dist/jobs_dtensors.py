@@ -67,7 +67,12 @@ def wrapped_rows(whole, kind):
     rows = [one.chunk(dist.get_world_size())[dist.get_rank()].clone() for one in whole]
     size = (whole[0].shape[0], whole[0].shape[1])
     return DTensor.from_local(
-        kind(*rows), mesh(), [Shard(0)], run_check=False, shape=torch.Size(size), stride=(size[1], 1)
+        kind(*rows),
+        mesh(),
+        [Shard(0)],
+        run_check=False,
+        shape=torch.Size(size),
+        stride=(size[1], 1),
     )
 
 
@@ -125,7 +130,9 @@ def dtensors_through_checkpointer(shared):
         for one in differing(got.data, theirs[name].data)
     ]
     value = {"big": tensors_of(3)["qkv"]}
-    with Checkpointer(root.with_name(f"value{dist.get_world_size()}"), {"v": value}, every=1) as ckpt:
+    with Checkpointer(
+        root.with_name(f"value{dist.get_world_size()}"), {"v": value}, every=1
+    ) as ckpt:
         ckpt.after_step()
         ckpt.wait()
     parts = {"v": {"big": tensors_of(100)["qkv"]}}
@@ -198,10 +205,11 @@ class Momentum8Sharded(Momentum8):
             stride=grad.stride(),
         )
         # A count that is a DTensor too.
-        count = state.get("step", distribute_tensor(torch.zeros(()), grad.device_mesh, [Replicate()]))
+        count = state.get(
+            "step", distribute_tensor(torch.zeros(()), grad.device_mesh, [Replicate()])
+        )
         state["step"] = count + 1
         parameter.to_local().sub_(now, alpha=lr)
-
 
     def made(self, codes, scale):
         if self.kind is Shaped:
@@ -277,7 +285,9 @@ def sharded_states_of(shared, saving_ranks):
             fresh_model.named_parameters(), model.parameters(), strict=True
         ):
             if is_exact:
-                wrong += [f"{kind} {name} goes on{one}" for one in differing(ours.data, theirs.data)]
+                wrong += [
+                    f"{kind} {name} goes on{one}" for one in differing(ours.data, theirs.data)
+                ]
     return wrong
 
 

@@ -4,6 +4,7 @@ import contextlib
 import os
 import threading
 import time
+from typing import ClassVar
 
 import torch
 import torch.distributed as dist
@@ -69,7 +70,7 @@ class Faults:
 
 
 class Storage(ForwardingTier):
-    PLACES = {
+    PLACES: ClassVar[dict[tuple[str, str], str]] = {
         ("size", "probe"): "constructor: root",
         ("replace", "probe"): "constructor: root",
         ("write_shard", "__"): "writing",

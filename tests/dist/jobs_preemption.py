@@ -1,7 +1,7 @@
 """The ranks of the preemption tests: `python jobs_preemption.py JOB FOLDER [OPTIONS]`.
 
-Not run by `worker.py`: they end by signals, and some of them a real `torchrun` starts. Each rank writes
-its pid to ``FOLDER/RANK.pid``, its log to ``RANK.log`` and what it has to say to ``RANK.json``.
+Not run by `worker.py`: they end by signals, and a real `torchrun` starts some of them. Each rank
+writes its pid to ``FOLDER/RANK.pid``, its log to ``RANK.log`` and its answer to ``RANK.json``.
 """
 
 import json
@@ -19,10 +19,10 @@ import torch
 import torch.distributed as dist
 
 from dcp_checkfreq import Checkpointer, PerRank
-from dcp_checkfreq.runtime.clock import SystemClock
 from dcp_checkfreq.format.torch_private import default_store
-from dcp_checkfreq.ranks.step_gate import Gate
 from dcp_checkfreq.ranks.preemption import PreemptionWatch
+from dcp_checkfreq.ranks.step_gate import Gate
+from dcp_checkfreq.runtime.clock import SystemClock
 from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier
 

@@ -61,9 +61,7 @@ def differing(model, optimizer, whole, one):
     names = {id(p): name for name, p in model.module.named_parameters()}
     wanted = dict(whole.named_parameters())
     found = [
-        name
-        for name, p in model.module.named_parameters()
-        if not torch.equal(p, wanted[name])
+        name for name, p in model.module.named_parameters() if not torch.equal(p, wanted[name])
     ]
     owned = [p for group in optimizer.optim.param_groups for p in group["params"]]
     for p in owned:

@@ -69,7 +69,7 @@ def two_dimensional(model):
 
 
 class Stages(nn.Module):
-    """The blocks of this rank, as a stage of a pipeline has them, under their names in the whole."""
+    """The blocks of this rank, a stage of a pipeline, under their names in the whole."""
 
     def __init__(self):
         super().__init__()
@@ -374,7 +374,7 @@ def has_one_size(tensor):
 
 @job
 def zoo_extra_under_fsdp1(shared):
-    """Save a dict as extra state, and buffers that are quantised or mkldnn, under FSDP1; return what is not as saved."""
+    """Save extra state, quantised and mkldnn buffers under FSDP1; return what is not as saved."""
     differs = tensors_of_the_zoo().differs
 
     def made(seed, of_all):

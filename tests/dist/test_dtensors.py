@@ -5,7 +5,12 @@ from launch import start, values
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
-JOBS = ["dtensors_through_checkpointer", "sharded_states", "partial_is_refused", "plain_saves_of_odd_shards"]
+JOBS = [
+    "dtensors_through_checkpointer",
+    "sharded_states",
+    "partial_is_refused",
+    "plain_saves_of_odd_shards",
+]
 
 
 @pytest.fixture(scope="module")

@@ -76,9 +76,7 @@ def ended(tmp_path_factory):
     return {name: (said[name][1], newest[name]) for name in SCRIPTS}
 
 
-@pytest.mark.parametrize(
-    "way", ["last line", "destroyed", "destroyed by what was imported before"]
-)
+@pytest.mark.parametrize("way", ["last line", "destroyed", "destroyed by what was imported before"])
 def test_ranks_that_end_together_finish_the_save_in_flight(ended, way):
     said, newest = ended[way]
     assert "codes [0, 0]" in said, said

@@ -9,8 +9,8 @@ from dcp_checkfreq import errors
 from dcp_checkfreq.errors import BrokenShard, DtypeDiffers, RankFailed, ReplicasDiffer, SaveFailed
 from dcp_checkfreq.runtime.error_reports import (
     is_plain,
-    survives_pickle,
     report_of,
+    survives_pickle,
     text_of,
 )
 

@@ -150,7 +150,15 @@ def assert_lost(said, rank, logs):
 @pytest.fixture(scope="module")
 def some_deaths(tmp_path_factory):
     jobs = [f"dies|{place}|{rank}" for place, rank in DEATHS]
-    return deaths(tmp_path_factory.mktemp("deaths"), *jobs, "is_killed", "leaves", "hangs", *NEVER_COMES, *GROUPS)
+    return deaths(
+        tmp_path_factory.mktemp("deaths"),
+        *jobs,
+        "is_killed",
+        "leaves",
+        "hangs",
+        *NEVER_COMES,
+        *GROUPS,
+    )
 
 
 @pytest.mark.parametrize(("place", "rank"), DEATHS)

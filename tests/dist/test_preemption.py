@@ -114,7 +114,10 @@ def start(tmp_path):
             if by == "torchrun":
                 started = Torchrun(ranks, arguments, tmp_path, launcher)
             else:
-                method = {"file": f"file://{tmp_path}/store", "tcp": f"tcp://127.0.0.1:{free_port()}"}
+                method = {
+                    "file": f"file://{tmp_path}/store",
+                    "tcp": f"tcp://127.0.0.1:{free_port()}",
+                }
                 started = ForkedRanks(
                     SCRIPT, ranks, arguments, tmp_path, timeout_s=90, TEST_INIT_METHOD=method[by]
                 )
@@ -160,7 +163,9 @@ def test_the_launcher_hands_its_signal_on_and_all_ranks_stop_at_one_step(start):
 
 @pytest.mark.long
 def test_the_launcher_hands_on_other_signals_if_it_is_told_to(start):
-    running = start(2, "until_told", by="torchrun", launcher=["--signals-to-handle=SIGTERM,SIGUSR1"])
+    running = start(
+        2, "until_told", by="torchrun", launcher=["--signals-to-handle=SIGTERM,SIGUSR1"]
+    )
     running.pids()
     running.job.process.send_signal(signal.SIGUSR1)
     _, said = running.ended()

@@ -13,7 +13,9 @@ def shared(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def two(shared):
-    return start(2, shared, ["self_described_saves", "self_described_loads", "self_described_parts"])
+    return start(
+        2, shared, ["self_described_saves", "self_described_loads", "self_described_parts"]
+    )
 
 
 @pytest.fixture(scope="module")

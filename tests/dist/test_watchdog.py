@@ -1,4 +1,4 @@
-"""Work that does not return is told once a minute, with rank, phase and place; on a hand-set clock."""
+"""Work that does not return is named once a minute, with rank, phase and place."""
 
 import logging
 import threading
@@ -7,9 +7,9 @@ import pytest
 
 from dcp_checkfreq import Checkpointer
 from dcp_checkfreq.ranks.rollcall import RollCall
+from dcp_checkfreq.ranks.watchdog import Watchdog
 from dcp_checkfreq.storage.local.tier import LocalTier
 from dcp_checkfreq.testing import ForwardingTier, ManualClock
-from dcp_checkfreq.ranks.watchdog import Watchdog
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""A wrapped iterable that is registered as it is keeps for each rank what only that rank can tell."""
+"""A wrapped iterable that is registered keeps for each rank what only that rank can tell."""
 
 import pytest
 from launch import start, values
@@ -23,11 +23,15 @@ def on_two(tmp_path_factory):
 
 def test_a_replay_is_compared_with_the_digests_of_its_own_rank(on_two):
     first, second = on_two[1]["wrapped_iterables_as_they_are"]
-    assert first["same"] and second["same"]
+    assert first["same"]
+    assert second["same"]
     for case in ("other on rank 1", "other, per rank"):
-        assert len(first[case]) > 1 and isinstance(first[case][0], list)  # rank 0 goes on
-        assert second[case][0] == "DataStateError" and "another way" in second[case][1]
-    assert first["not compared"] and second["not compared"]
+        assert len(first[case]) > 1
+        assert isinstance(first[case][0], list)
+        assert second[case][0] == "DataStateError"
+        assert "another way" in second[case][1]
+    assert first["not compared"]
+    assert second["not compared"]
     assert first["common"] == second["common"]  # by hand: one state for all, as it was
 
 
@@ -41,15 +45,21 @@ def test_lengths_and_seeds_are_compared_with_those_of_the_rank(on_two):
 
 def test_positions_of_the_loaders_own_are_kept_for_each_rank(on_two):
     first, second = on_two[1]["wrapped_keepers_as_they_are"]
-    assert first["same"] and second["same"]
+    assert first["same"]
+    assert second["same"]
     assert first["left"] != second["left"]
 
 
-def test_it_does_not_matter_whether_a_checkpoint_was_saved_per_rank_or_by_an_earlier_version(on_two):
+def test_it_does_not_matter_whether_a_checkpoint_was_saved_per_rank_or_by_an_earlier_version(
+    on_two,
+):
     first, second = on_two[1]["wrapped_otherwise_than_saved"]
     for answer in (first, second):
-        assert answer["of PerRank"] and answer["of before"]
-        assert isinstance(answer["ranks swapped"][0], list)  # what another rank told is not compared
+        assert answer["of PerRank"]
+        assert answer["of before"]
+        assert isinstance(
+            answer["ranks swapped"][0], list
+        )  # what another rank told is not compared
     assert second["of PerRank, other"][0] == "DataStateError"
     assert [len(first["heard"]), len(second["heard"])] == [1, 0]
 

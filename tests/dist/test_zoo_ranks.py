@@ -24,7 +24,9 @@ def test_what_is_compiled_comes_back_on_any_number_of_ranks(tmp_path):
             assert said["compared"] >= least * len(COMPILED) * 10
 
 
-def test_talking_parts_are_asked_in_one_order_odd_buffers_are_rank_0s_partial_sums_refused(tmp_path):
+def test_talking_parts_are_asked_in_one_order_odd_buffers_are_rank_0s_partial_sums_refused(
+    tmp_path,
+):
     answers = start(2, tmp_path, ["zoo_talking_parts", "zoo_partial", "zoo_odd"])
     assert values(answers["zoo_talking_parts"]) == [[2, 20]] * 2
     for kind, text, _ in values(answers["zoo_partial"]):
