@@ -25,6 +25,7 @@ BY_FOLDER = {
     "tests/crash": "crash",
     "tests/dist": "dist",
     "integration/data": "server",
+    "integration/frameworks": "dist",
     "integration/gpu": "slow",
     "integration/policy": "bench",
     "integration/powercut": "crash",

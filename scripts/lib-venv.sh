@@ -3,7 +3,8 @@
 # `venv_ready` makes .venv in the root of the repository and installs the package with its dev
 # extra, in the versions of constraints.txt. It does nothing when that was done already and neither
 # pyproject.toml nor constraints.txt nor the Python changed since (a stamp in .venv says so).
-# After `use_torch VERSION` it is .venv-torch-VERSION, with that torch and all else the same.
+# After `use_torch VERSION` it is .venv-torch-VERSION, with that torch and all else the same; after
+# `use_extra NAME` it is .venv-NAME, with that extra instead of dev.
 #
 # PYTHON       the interpreter to make it with (default: python3)
 # PIP_*        pip's own settings are honoured, for example
@@ -21,12 +22,16 @@ print_header() { sed -n '2,/^[^#]/ { /^[^#]/d; s/^# \{0,1\}//; p; }' "$0"; }
 
 VENV=.venv
 TORCH=
+EXTRA=dev
 
 # Call it before `venv_ready`.
 use_torch() {
   [[ $1 =~ ^[0-9][0-9a-z.+]*$ ]] || die "no version of torch: $1"
   TORCH=$1 VENV=.venv-torch-$1
 }
+
+# Call it before `venv_ready`.
+use_extra() { EXTRA=$1 VENV=.venv-$1; }
 
 # Print the versions to install.
 pinned() { sed "${TORCH:+s/^torch==.*/torch==$TORCH/}" constraints.txt; }
@@ -65,7 +70,7 @@ venv_ready() {
     say "installing, a minute or two"
     pinned >"$VENV/constraints.txt"
     "$VENV/bin/python" -m pip install --quiet --disable-pip-version-check \
-      -c "$VENV/constraints.txt" -e '.[dev]'
+      -c "$VENV/constraints.txt" -e ".[$EXTRA]"
     "$VENV/bin/python" -c 'import torch, dcp_checkfreq' ||
       die "the installed package cannot be imported"
     venv_stamp "$VENV/bin/python" >"$VENV/.stamp"

@@ -32,6 +32,7 @@ LEVELS = {
     "dcp": 9,
     "checkpointer": 10,
     "dropin": 10,
+    "integrations": 11,
     "__main__": 11,
 }
 

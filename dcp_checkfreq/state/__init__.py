@@ -3,7 +3,7 @@
 `app_state` holds the parts of a job, `part` is what all kinds of them have in common, `per_rank`
 marks what each rank keeps for itself. `module_part`, `optimizer_part` and `value_part` each save
 one kind of part; `fsdp1_part` asks torch to do it. `names` says what a tensor is called, `storable`
-what could not be saved or restored.
+what could not be saved or restored, `prepared` knows loaders that another library has wrapped.
 
 Restoring: `saved` is what a checkpoint holds, `wanted` what is loaded from it, `tree` nests it,
 `differences` is what does not fit, and `restoration` puts all parts in place or none. `module_fill`

@@ -21,6 +21,7 @@ from dcp_checkfreq.state.optimizer_part import OptimizerPart
 from dcp_checkfreq.state.part import Part
 from dcp_checkfreq.state.per_rank import PerRank as PerRank
 from dcp_checkfreq.state.per_rank import has_state_of_rank
+from dcp_checkfreq.state.prepared import check_prepared
 from dcp_checkfreq.state.restoration import Restoration, Selection
 from dcp_checkfreq.state.storable import check_leaves
 from dcp_checkfreq.state.value_part import ValuePart
@@ -81,6 +82,7 @@ class AppState:
             }
             kind = Fsdp1OptimizerPart if any(map(is_fsdp1, modules.values())) else OptimizerPart
             return kind(name, part, modules)
+        check_prepared(name, part.value if type(part) is PerRank else part)
         return ValuePart(name, self._parts, self._rank)
 
     def _captured(self, name: str) -> dict[str, Any]:

@@ -1,0 +1,80 @@
+"""Starts jobs of frameworks, and reads what they have trained on."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+HERE = Path(__file__).parent
+ROOT = HERE.parents[1]
+TIMEOUT_S = 150
+
+
+def run(script, *arguments, ranks=1, dies=False):
+    """Run a job to its end; ``dies``: it must be killed. Return its output."""
+    launch = [
+        *("-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
+        *("--master-addr", "127.0.0.1", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-backend", "c10d"),
+    ]
+    command = [sys.executable, *(launch if ranks > 1 else ()), HERE / script, *arguments]
+    env = {
+        **os.environ,
+        "PYTHONPATH": f"{ROOT}",
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    with subprocess.Popen(
+        list(map(str, command)),
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    ) as job:
+        try:
+            said, _ = job.communicate(timeout=TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            said, _ = job.communicate()
+            raise AssertionError(f"the job hangs\n{said[-5000:]}") from None
+    assert (job.returncode != 0) == dies, said[-8000:]
+    if dies:
+        assert job.returncode == -signal.SIGKILL or "SIGKILL" in said, said[-8000:]
+    return said
+
+
+def trained(out):
+    """Return step to sorted samples of all ranks; a step that was trained again counts once."""
+    found = {}
+    for path in sorted(out.glob("rank*.jsonl")):
+        of_rank = {}
+        for line in path.read_text().splitlines():
+            said = json.loads(line)
+            of_rank.setdefault(said["step"], []).append(said)
+        for step, lines in of_rank.items():
+            life = lines[-1]["pid"]  # the last life that trained this step
+            samples = [one for line in lines if line["pid"] == life for one in line["samples"]]
+            found.setdefault(step, []).extend(samples)
+    return {step: sorted(samples) for step, samples in sorted(found.items())}
+
+
+def end(out):
+    """Return the losses and the model at the end."""
+    return torch.load(out / "end.pt", weights_only=True)
+
+
+def assert_equal(one, other):
+    """Compare losses and weights bit for bit."""
+    assert one["losses"] == other["losses"]
+    assert one["model"].keys() == other["model"].keys()
+    for name, tensor in one["model"].items():
+        assert torch.equal(tensor, other["model"][name]), name
+
+
+def published(root):
+    """Return the steps that are whole, by their names."""
+    return sorted(int(path.parent.name[5:]) for path in root.glob("step_*/.metadata"))

@@ -1,0 +1,118 @@
+"""Hugging Face's `Trainer` is killed and goes on: same samples, same losses, other ranks."""
+
+import math
+import shutil
+
+import jobs
+import pytest
+
+JOB = "hf_job.py"
+LAYOUTS = {"alone": (1, 8, ()), "ddp": (2, 4, ()), "fsdp2": (2, 4, ("--fsdp",))}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Return, by layout, the output of a run that nothing interrupts."""
+    made = {}
+
+    def of(layout):
+        if layout not in made:
+            folder = tmp_path_factory.mktemp(layout)
+            ranks, per_rank, more = LAYOUTS[layout]
+            jobs.run(JOB, folder, folder / "out", per_rank, *more, ranks=ranks)
+            made[layout] = folder / "out"
+        return made[layout]
+
+    return of
+
+
+def killed(folder, layout, step=11):
+    ranks, per_rank, more = LAYOUTS[layout]
+    jobs.run(JOB, folder, folder / "out", per_rank, *more, "--kill", step, ranks=ranks, dies=True)
+    steps = jobs.published(folder / "root")
+    assert steps, "it was killed before its first save"
+    assert max(steps) < step
+    return max(steps)
+
+
+def assert_every_sample_once(trained):
+    steps = sorted(trained)
+    assert steps == list(range(1, 17))
+    for epoch in (steps[:8], steps[8:]):
+        assert sorted(one for step in epoch for one in trained[step]) == list(range(64))
+
+
+@pytest.mark.framework("transformers", "killed and resumed")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_killed_trainer_goes_on_as_if_nothing_had_been(tmp_path, whole, layout):
+    saved = killed(tmp_path, layout)
+    ranks, per_rank, more = LAYOUTS[layout]
+    jobs.run(JOB, tmp_path, tmp_path / "out2", per_rank, *more, ranks=ranks)
+    again = jobs.trained(tmp_path / "out2")
+    assert min(again) == saved + 1
+    assert jobs.published(tmp_path / "root")[-1] == 16
+    jobs.assert_equal(jobs.end(tmp_path / "out2"), jobs.end(whole(layout)))
+    every = jobs.trained(whole(layout))
+    assert_every_sample_once(every)
+    assert again == {step: every[step] for step in again}
+
+
+@pytest.mark.framework("transformers", "other ranks")
+@pytest.mark.parametrize(
+    ("layout", "ranks", "per_rank", "more"),
+    [
+        ("ddp", 1, 4, ("--accumulate", 2)),
+        ("ddp", 4, 2, ()),
+        ("fsdp2", 4, 2, ("--fsdp",)),
+        ("fsdp2", 1, 8, ()),
+    ],
+)
+def test_it_goes_on_with_other_ranks_and_every_sample_once(
+    tmp_path, whole, layout, ranks, per_rank, more
+):
+    saved = killed(tmp_path, layout)
+    jobs.run(JOB, tmp_path, tmp_path / "out2", per_rank, *more, ranks=ranks)
+    before, again = jobs.trained(whole(layout)), jobs.trained(tmp_path / "out2")
+    assert min(again) == saved + 1
+    assert again == {step: before[step] for step in again}
+    assert_every_sample_once({**before, **again})
+    for (_, loss), (_, other) in zip(
+        jobs.end(whole(layout))["losses"], jobs.end(tmp_path / "out2")["losses"], strict=True
+    ):
+        assert math.isclose(loss, other, rel_tol=0.02)  # dropout draws others
+
+
+def test_a_step_of_other_samples_is_refused(tmp_path):
+    killed(tmp_path, "alone")
+    with pytest.raises(AssertionError, match="a step was 8 samples when it was saved"):
+        jobs.run(JOB, tmp_path, tmp_path / "out2", 4)
+
+
+def test_a_signal_ends_all_ranks_with_one_more_save(tmp_path, whole):
+    ranks, per_rank, _ = LAYOUTS["ddp"]
+    said = jobs.run(JOB, tmp_path, tmp_path / "out", per_rank, "--sigterm-at", 5, ranks=ranks)
+    assert "as asked by a signal" in said
+    stopped = jobs.published(tmp_path / "root")[-1]
+    assert max(jobs.trained(tmp_path / "out")) == stopped < 16
+    jobs.run(JOB, tmp_path, tmp_path / "out2", per_rank, ranks=ranks)
+    jobs.assert_equal(jobs.end(tmp_path / "out2"), jobs.end(whole("ddp")))
+
+
+def test_a_newest_checkpoint_that_is_damaged_is_passed_over(tmp_path, whole):
+    killed(tmp_path, "alone", step=14)
+    *_, before, newest = jobs.published(tmp_path / "root")
+    for shard in (tmp_path / "root" / f"step_{newest:08d}").glob("*.distcp"):
+        kept = bytearray(shard.read_bytes())
+        kept[:] = bytes(len(kept))
+        shard.write_bytes(kept)
+    jobs.run(JOB, tmp_path, tmp_path / "out2", 8)
+    assert min(jobs.trained(tmp_path / "out2")) == before + 1
+    jobs.assert_equal(jobs.end(tmp_path / "out2"), jobs.end(whole("alone")))
+
+
+def test_a_job_that_is_done_trains_nothing_more(tmp_path, whole):
+    shutil.copytree(whole("alone").parent / "root", tmp_path / "root")
+    jobs.run(JOB, tmp_path, tmp_path / "out2", 8)
+    assert jobs.trained(tmp_path / "out2") == {}
+    at_end = jobs.end(tmp_path / "out2")["model"]
+    jobs.assert_equal({"losses": [], "model": at_end}, {**jobs.end(whole("alone")), "losses": []})
