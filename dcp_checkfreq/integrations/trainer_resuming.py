@@ -86,6 +86,7 @@ class Resuming:
                     found = other.path
                 except IsDone as done:
                     _log.info("all %d steps are trained already", done.step)
+                    self._trainer.is_in_train = False
                     return trainer_utils.TrainOutput(done.step, 0.0, {})
 
     def _find(self, depth: Depth) -> Found | None:

@@ -17,6 +17,7 @@ from dcp_checkfreq.errors import UnsupportedOption, UnsupportedState
 from dcp_checkfreq.integrations.needed import needed
 from dcp_checkfreq.integrations.trainer_part import Loss, TrainerPart
 from dcp_checkfreq.integrations.trainer_resuming import IsDone, OtherStep, Resuming
+from dcp_checkfreq.state.per_rank import PerRank
 from dcp_checkfreq.storage.open import Location
 
 with needed("transformers"):
@@ -58,6 +59,8 @@ class CheckFreqCallback(TrainerCallback):
         self.open = contextlib.ExitStack()
         self.trainer: Any = None  # that `enable` was called with
         self._rng: RNGState | None = None
+        # As they were when the epoch began: its order follows from them, whatever draws it.
+        self._rng_of_epoch = PerRank({"epoch": -1})
         self._rng_of_first_step: dict[str, Any] | None = None
         self.checkpointer: Checkpointer | None = None  # during `train`
 
@@ -73,6 +76,7 @@ class CheckFreqCallback(TrainerCallback):
         **others: Any,
     ) -> None:
         """Make the `Checkpointer`; with `enable`, restore the newest checkpoint."""
+        self.close()  # of a `train` that has not come to its end
         self._rng = RNGState(seed=args.seed)
         part = TrainerPart(lambda: self._state_now(state), self.samples_per_step(args), self._sums)
         parts = {
@@ -80,6 +84,7 @@ class CheckFreqCallback(TrainerCallback):
             "optim": optimizer,
             "scheduler": lr_scheduler,
             "rng": self._rng,
+            "rng_of_epoch": self._rng_of_epoch,
             "trainer": part,
         }
         scaler = getattr(optimizer, "scaler", None)  # of accelerate, with fp16
@@ -102,6 +107,15 @@ class CheckFreqCallback(TrainerCallback):
         if part.loss and restored.world_size == args.world_size:
             self._put_sums(part.loss)
 
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Keep the random states; an epoch that is resumed begins with those that it had."""
+        assert self._rng is not None
+        kept, epoch = self._rng_of_epoch.value, int(state.epoch or 0)
+        if self._rng_of_first_step is not None and kept["epoch"] == epoch:
+            self._rng.value = kept["rng"]
+        else:
+            self._rng_of_epoch.value = {"epoch": epoch, "rng": self._rng.value}
+
     def on_step_begin(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Say that the step before is done: its losses are logged, its evaluation is over."""
         assert self._rng is not None
@@ -113,13 +127,22 @@ class CheckFreqCallback(TrainerCallback):
         elif state.global_step > self.checkpointer.step:
             self.checkpointer.after_step(state.global_step)
 
+    def on_epoch_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
+        """Save the last step, if the best model takes its place before `on_train_end`."""
+        is_last = control.should_training_stop or state.global_step >= state.max_steps
+        if is_last and args.load_best_model_at_end:
+            self._save_last(state)
+
     def on_train_end(self, args: Any, state: Any, control: Any, **others: Any) -> None:
         """Save the last step, and wait until it is published."""
+        self._save_last(state)
+        self.close()
+
+    def _save_last(self, state: Any) -> None:
         assert self.checkpointer is not None
         if state.global_step > self.checkpointer.step:
             self.checkpointer.after_step(state.global_step)
         self.checkpointer.save(wait=True)
-        self.close()
 
     def close(self) -> None:
         """Give everything back. May be called twice."""
@@ -189,7 +212,7 @@ def enable(
 
     Raises:
         UnsupportedState: the trainer's state is in another engine (DeepSpeed).
-        UnsupportedOption: it has not the methods that a `Trainer` has.
+        UnsupportedOption: it has not the methods that a `Trainer` has, or looks for a batch size.
     """
     missing = [name for name in _HOOKS if not callable(getattr(trainer, name, None))]
     if missing:
@@ -199,6 +222,10 @@ def enable(
     if getattr(trainer, "is_deepspeed_enabled", False):
         raise UnsupportedState(
             "trainer", "DeepSpeed", "its engine keeps the optimizer to itself, and saves by itself"
+        )
+    if getattr(trainer.args, "auto_find_batch_size", False):
+        raise UnsupportedOption(
+            "auto_find_batch_size", "a step is to be as many samples after a restart as before"
         )
     if options.get("staging_dir") is not None:
         raise UnsupportedOption("staging_dir", "the newest checkpoint is looked for in root alone")

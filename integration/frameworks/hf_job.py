@@ -27,6 +27,8 @@ class Numbered(torch.utils.data.Dataset):
         return SAMPLES
 
     def __getitem__(self, index):
+        if not 0 <= index < SAMPLES:
+            raise IndexError(index)  # or who looks at all of them finds no end
         generator = torch.Generator().manual_seed(index)
         rest = torch.randint(SAMPLES, 2 * SAMPLES, (LENGTH - 1,), generator=generator)
         ids = torch.cat([torch.tensor([index]), rest])
@@ -63,6 +65,8 @@ def main():
     parser.add_argument("--kill", type=int, default=0)
     parser.add_argument("--sigterm-at", type=int, default=0)
     parser.add_argument("--accumulate", type=int, default=1)
+    parser.add_argument("--order", default="random", help="which sampler chooses")
+    parser.add_argument("--drawn", action="store_true", help="it draws from the global numbers")
     parser.add_argument("--plain", action="store_true")
     job = parser.parse_args()
     job.out.mkdir(parents=True, exist_ok=True)
@@ -76,7 +80,9 @@ def main():
     args = TrainingArguments(
         str(job.folder / "hf"), use_cpu=True, per_device_train_batch_size=job.per_rank,
         gradient_accumulation_steps=job.accumulate, num_train_epochs=EPOCHS, logging_steps=3,
-        save_strategy="no", learning_rate=1e-2, report_to=[], disable_tqdm=True, seed=7, **fsdp,
+        save_strategy="no", learning_rate=1e-2, report_to=[], disable_tqdm=True, seed=7,
+        train_sampling_strategy=job.order,
+        accelerator_config={"use_seedable_sampler": not job.drawn}, **fsdp,
     )  # fmt: skip
     if job.fsdp:
         # accelerate shards on GPUs only, although torch does it with gloo as well

@@ -7,7 +7,14 @@ import jobs
 import pytest
 
 JOB = "hf_job.py"
-LAYOUTS = {"alone": (1, 8, ()), "ddp": (2, 4, ()), "fsdp2": (2, 4, ("--fsdp",))}
+LAYOUTS = {
+    "alone": (1, 8, ()),
+    "ddp": (2, 4, ()),
+    "fsdp2": (2, 4, ("--fsdp",)),
+    # whose samplers draw the order from the global random numbers
+    "by length": (1, 4, ("--order", "group_by_length", "--accumulate", 2)),
+    "drawn": (1, 8, ("--drawn",)),
+}
 
 
 @pytest.fixture(scope="module")
