@@ -6,10 +6,11 @@ import contextlib
 import logging
 import os
 from collections.abc import Collection, Iterable, Mapping, MutableMapping, Sequence
-from types import TracebackType
 from typing import Any, Literal
 
 from dcp_checkfreq.checkpointer.dropped import Holdings
+from dcp_checkfreq.checkpointer.last_step import LastStep
+from dcp_checkfreq.checkpointer.last_words import LastWords
 from dcp_checkfreq.checkpointer.memory_forecast import MemoryForecast
 from dcp_checkfreq.checkpointer.registered import Registered
 from dcp_checkfreq.checkpointer.restorer import Restored, Restorer
@@ -147,14 +148,11 @@ class Checkpointer:
             self._calls = OneCall(self._where)
             self._lease = run.lease
             self._state = AppState(state, self._ranks.rank)
-            self._run_history = RunHistory(
-                run,
-                Retention(
-                    keep_last=keep_last,
-                    keep_every=keep_every,
-                    keep_epochs_of_steps=steps_per_epoch if keep_epochs else None,
-                ),
+            epochs = steps_per_epoch if keep_epochs else None
+            kept = Retention(
+                keep_last=keep_last, keep_every=keep_every, keep_epochs_of_steps=epochs
             )
+            self._run_history = RunHistory(run, kept)
             self._restorer = Restorer(
                 run, self._state, share_reads=share_reads, allow_pickle=allow_pickle
             )
@@ -201,6 +199,9 @@ class Checkpointer:
                 raise_errors=on_error == "raise",
                 max_failures=max_failures,
                 tell_time=self._stopping.compare_with_grace,
+            )
+            self._words = LastWords(
+                self._ranks, LastStep(self._state, self._guard), self._loop, self._parts
             )
             self._closed = False
             self.step = 0
@@ -333,6 +334,7 @@ class Checkpointer:
             if self._stopping.is_due(done):
                 self._stop()
             self._loop.save_if_due(done)
+            self._words.mark(done)
         finally:
             self._times.exit(is_loaded=self._saver.is_running, is_copying=self._saver.is_copying)
 
@@ -366,6 +368,7 @@ class Checkpointer:
             SnapshotFailed: the copy failed; the step that was being saved will not be.
         """
         self._guard.wait()
+        self._guard.has_stepped = True  # as far as one knows from now on
 
     @one_at_a_time
     def wait(self) -> None:
@@ -419,6 +422,10 @@ class Checkpointer:
         finally:
             self._holdings.close()
 
+    @one_at_a_time
+    def _last_words(self, error: BaseException) -> None:
+        self._words.speak(error, self.step, self._stopping.why_no_time)
+
     def _check_open(self) -> None:
         if self._closed:
             raise SaveFailed(self._where, "this Checkpointer is closed")
@@ -431,13 +438,10 @@ class Checkpointer:
     def __enter__(self) -> Checkpointer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, _kind: object, error: BaseException | None, _trace: object) -> None:
         try:
+            if error is not None and not self._closed:
+                self._last_words(error)
             self.close()
         except Exception as failed:
             if error is None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import functools
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from dcp_checkfreq.checkpointer.background_save import Ended
 from dcp_checkfreq.checkpointer.memory_forecast import MemoryForecast
@@ -47,6 +48,7 @@ class SaveLoop:
         history: the last saves that have ended, oldest first.
         last_step: the last published one, or the one that the run resumes from.
         failures_in_a_row: since the last published one.
+        begun: saves so far.
     """
 
     def __init__(
@@ -71,6 +73,7 @@ class SaveLoop:
         self.history: deque[SaveTimings] = deque(maxlen=_HISTORY)
         self.last_step: int | None = None
         self.failures_in_a_row = 0
+        self.begun = 0
 
     # --- from step to step ---
 
@@ -113,6 +116,26 @@ class SaveLoop:
             self._saver.wait()
             self._blocked_s = self._clock.monotonic_s() - begun_s
             self.finish_in_flight(must_raise=True)
+
+    def save_last(self, step: int, capture: Callable[[], Mapping[str, Any]]) -> None:
+        """Save what ``capture`` returns as ``step``; nothing comes after it. No save is in flight.
+
+        The copy takes no GPU memory, of which there may be none left, and nothing is learned of it.
+
+        Raises:
+            SaveFailed: it is not published.
+        """
+        self._schedule.stop_learning()
+        timings = replace(self._schedule.next_save(step), mode=Mode.BLOCKING)
+        laps = self._times.take()
+        self._saver.begin(
+            timings,
+            capture,
+            lambda: self._run_history.writer(step),
+            profile=False,
+            iterations=functools.partial(self._times.resolve, laps),
+        )
+        self.finish_in_flight(must_raise=True)
 
     def finish_in_flight(self, *, must_raise: bool = False) -> None:
         """Wait for the save in flight, if there is one, and act on its end.
@@ -162,6 +185,7 @@ class SaveLoop:
             # what is in flight does not keep this object alive
             iterations=functools.partial(self._times.resolve, laps),
         )
+        self.begun += 1
         self._schedule.save_started()
         self._blocked_s = self._clock.monotonic_s() - begun_s
 

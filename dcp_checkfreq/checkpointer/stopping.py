@@ -211,6 +211,15 @@ class Stopping:
             needs_s,
         )
 
+    def why_no_time(self, last_took_s: float) -> str | None:
+        """Return why a save that begins now would not end in time, after an error of the loop."""
+        until_s = self.deadline_s()
+        left_s = self._grace_s if until_s is None else until_s - self._clock.monotonic_s()
+        needs_s = _SAVE_TAKES * last_took_s
+        if left_s >= needs_s:
+            return None
+        return f"a save takes about {needs_s:.1f} s, {left_s:.1f} s of grace_s are left"
+
     def _there_is_time(self, last_took_s: float) -> bool:
         needs_s = _SAVE_TAKES * last_took_s
         deadlines_s = [one.deadline_s() for one in self._all()]

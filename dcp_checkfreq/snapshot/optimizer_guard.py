@@ -69,6 +69,8 @@ class Guard:
         # Since the last snapshot. Weak, as the hooks of an optimizer keep its guard alive.
         self._stepped: weakref.WeakSet[Optimizer] = weakref.WeakSet()
         self._heard = weakref.WeakSet(self._heard_of(optimizers))
+        self._replayed: weakref.WeakSet[Optimizer] = weakref.WeakSet()
+        self.has_stepped = False  # since `mark_step`, or what a step changes may have changed
         self._hooks = [
             remove
             for optimizer in self._heard
@@ -99,6 +101,17 @@ class Guard:
             if one.layout is torch.strided and not one.is_nested and (size := one.nbytes)
         }
 
+    def mark_step(self) -> None:
+        """Say that a training step is complete: `has_stepped` is of the next one."""
+        self.has_stepped = False
+
+    def hears(self, optimizer: Optimizer) -> bool:
+        """Tell whether all steps of this optimizer are heard of."""
+        inside = initialised_in(optimizer)
+        return bool(inside) and all(
+            one in self._heard and one not in self._replayed for one in inside
+        )
+
     def arm(self, snapshot: Guarded) -> None:
         """Let the next update wait for this snapshot."""
         self._snapshot = snapshot
@@ -124,7 +137,9 @@ class Guard:
                 self._snapshot = None
 
     def _before(self, optimizer: Optimizer, *_: Any) -> None:
+        self.has_stepped = True
         if _is_being_captured():
+            self._replayed.add(optimizer)
             return  # its replays will not come by here
         self._stepped.add(optimizer)
         times = self._times

@@ -6,7 +6,7 @@ Modules and optimizers go under FQNs, so that DDP, FSDP2 and plain ones all resh
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, MutableMapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -72,6 +72,10 @@ class AppState:
         if known is None or known[0] is not part:
             known = self._known[name] = (part, self._made(name, part))
         return known[1]
+
+    def parts(self) -> Iterator[tuple[str, Part]]:
+        """Return the parts by name, in the agreed order."""
+        return ((name, self._part(name)) for name in self._names())
 
     def _made(self, name: str, part: Any) -> Part:
         if isinstance(part, torch.nn.Module):
