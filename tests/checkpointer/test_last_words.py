@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from dcp_checkfreq import Checkpointer, PerRank, SaveFailed, find_latest_valid
+from dcp_checkfreq.data import ResumableIterator
 from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier, ManualClock, MemoryTier
 
 
@@ -336,3 +337,28 @@ def test_what_changed_after_waiting_for_the_snapshot_is_not_saved(tmp_path, capl
 
     run(tmp_path, job.parts, train)
     assert "its snapshot was waited for" in said(caplog)[0]
+
+
+def test_a_position_in_the_data_is_that_of_the_step(tmp_path, caplog):
+    def data():
+        loader = torch.utils.data.DataLoader(list(range(40)), batch_size=4, shuffle=True)
+        return ResumableIterator(loader, seed=3)
+
+    seen = []
+
+    def train(ckpt):
+        ckpt.restore()
+        for batch in parts["data"]:
+            if ckpt.step == 4:
+                raise Boom("after fetching")
+            seen.append(batch.tolist())
+            ckpt.after_step()
+
+    parts = {"data": data()}
+    run(tmp_path, parts, train)
+    assert said(caplog) == ["after Boom: step 4 was saved"]
+    parts = {"data": data()}
+    with Checkpointer(tmp_path, parts, every=1000) as ckpt:
+        assert ckpt.restore().step == 4
+        seen += [batch.tolist() for batch in parts["data"]]
+    assert sorted(one for batch in seen for one in batch) == list(range(40)), "each once"
