@@ -32,6 +32,7 @@ FIRST_ON_FOUR = [
     "damage_that_one_rank_reads",
 ]
 THEN_ON_TWO = [
+    "the_loops_of_all_ranks_end_by_an_error",
     "the_first_line_says_what_snapshots_take",
     "load_shards",
     "load_big",
@@ -340,3 +341,14 @@ def test_the_first_line_of_a_run_says_what_snapshots_take_on_this_node(two):
             "without_state": [],
         }
         assert rank["is_the_same_later"]
+
+
+def test_several_ranks_say_that_they_do_not_agree_on_last_words_yet(two):
+    for rank, answer in enumerate(values(two["the_loops_of_all_ranks_end_by_an_error"])):
+        error, said, steps = answer
+        assert error == f"of rank {rank}"
+        assert said == [
+            "after ArithmeticError: step 3 is not saved: several ranks do not agree on a save "
+            "after an error yet. The last published step is 2"
+        ]
+        assert steps == ["step_00000002"], "the save in flight was finished"

@@ -12,6 +12,7 @@ import jobs_agreement
 import jobs_data
 import jobs_dropin
 import jobs_dtensors
+import jobs_last_words
 import jobs_memory
 import jobs_no_rank_alone
 import jobs_parts
@@ -34,6 +35,7 @@ MODULES = (
     jobs_data,
     jobs_dropin,
     jobs_dtensors,
+    jobs_last_words,
     jobs_memory,
     jobs_no_rank_alone,
     jobs_parts,
