@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import re
-import types
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +94,7 @@ def _fsdp() -> None:
     import torch.distributed as dist
     import torch.testing._internal.common_fsdp as common
     from torch.distributed.fsdp import _init_utils as home
+    from torch.distributed.fsdp import fully_sharded_data_parallel as user
 
     stock = home._init_device_handle
 
@@ -112,6 +112,5 @@ def _fsdp() -> None:
         dist.barrier()
         dist.destroy_process_group()
 
-    assert isinstance(home, types.ModuleType)
-    home._init_device_handle = init_device_handle
+    home._init_device_handle = user._init_device_handle = init_device_handle
     common.FSDPTest._run = classmethod(run)

@@ -78,6 +78,7 @@ def main(
         "versions": describe_versions() | {"torch": _torch_version()},
         "files": {},
     }
+    path = out / f"pytorch-{report['source']}-on-{report['versions']['torch']}.json"
     with tempfile.TemporaryDirectory(prefix="conformance-") as folder:
         tree = Path(folder)
         on_cpu.copy(source / TESTS, tree / TESTS)
@@ -85,9 +86,8 @@ def main(
         for file in _chosen(tree / TESTS, files or ["."]):
             stock, ours = (_run(tree, file, arm, paths) for arm in ("stock", "ours"))
             report["files"][str(file)] = {"stock": asdict(stock), "ours": asdict(ours)}
+            path.write_text(json.dumps(report, indent=1) + "\n")
             print(_line(file, stock, ours), flush=True)
-    path = out / f"pytorch-{report['source']}-on-{report['versions']['torch']}.json"
-    path.write_text(json.dumps(report, indent=1) + "\n")
     print(f"written: {path}")
     lost = lost_tests(report)
     for test, why in lost.items():
