@@ -17,7 +17,9 @@ def without(framework):
     )
 
 
-@pytest.mark.parametrize("name", [pytest.param("transformers", marks=without("transformers"))])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=without(name)) for name in ("transformers", "lightning")]
+)
 def test_a_framework_that_is_not_installed_gives_one_line_with_what_to_install(name):
     with pytest.raises(ImportError, match=rf"pip install 'dcp-checkfreq\[{name}\]'") as caught:
         importlib.import_module(f"dcp_checkfreq.integrations.{name}")

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -47,6 +48,14 @@ def run(script, *arguments, ranks=1, dies=False):
     return said
 
 
+def die(root, published_at_least):
+    """In a job: be killed, once so many checkpoints are there."""
+    until_s = time.monotonic() + TIMEOUT_S / 3
+    while len(published(root)) < published_at_least and time.monotonic() < until_s:
+        time.sleep(0.01)
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
 def trained(out):
     """Return step to sorted samples of all ranks; a step that was trained again counts once."""
     found = {}
@@ -65,6 +74,14 @@ def trained(out):
 def end(out):
     """Return the losses and the model at the end."""
     return torch.load(out / "end.pt", weights_only=True)
+
+
+def assert_every_sample_once(found, steps=16, per_epoch=8, samples=64):
+    """Make sure that each epoch has each sample once."""
+    assert sorted(found) == list(range(1, steps + 1))
+    for first in range(1, steps, per_epoch):
+        of_epoch = [one for step in range(first, first + per_epoch) for one in found[step]]
+        assert sorted(of_epoch) == list(range(samples))
 
 
 def assert_equal(one, other):

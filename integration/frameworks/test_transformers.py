@@ -42,13 +42,6 @@ def killed(folder, layout, step=11):
     return max(steps)
 
 
-def assert_every_sample_once(trained):
-    steps = sorted(trained)
-    assert steps == list(range(1, 17))
-    for epoch in (steps[:8], steps[8:]):
-        assert sorted(one for step in epoch for one in trained[step]) == list(range(64))
-
-
 @pytest.mark.framework("transformers", "killed and resumed")
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_killed_trainer_goes_on_as_if_nothing_had_been(tmp_path, whole, layout):
@@ -60,7 +53,7 @@ def test_a_killed_trainer_goes_on_as_if_nothing_had_been(tmp_path, whole, layout
     assert jobs.published(tmp_path / "root")[-1] == 16
     jobs.assert_equal(jobs.end(tmp_path / "out2"), jobs.end(whole(layout)))
     every = jobs.trained(whole(layout))
-    assert_every_sample_once(every)
+    jobs.assert_every_sample_once(every)
     assert again == {step: every[step] for step in again}
 
 
@@ -82,7 +75,7 @@ def test_it_goes_on_with_other_ranks_and_every_sample_once(
     before, again = jobs.trained(whole(layout)), jobs.trained(tmp_path / "out2")
     assert min(again) == saved + 1
     assert again == {step: before[step] for step in again}
-    assert_every_sample_once({**before, **again})
+    jobs.assert_every_sample_once({**before, **again})
     for (_, loss), (_, other) in zip(
         jobs.end(whole(layout))["losses"], jobs.end(tmp_path / "out2")["losses"], strict=True
     ):
