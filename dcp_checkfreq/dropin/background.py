@@ -15,7 +15,7 @@ from torch.distributed.checkpoint.filesystem import FileSystemWriter
 from dcp_checkfreq.dropin.behind import Switch, behind_writer
 from dcp_checkfreq.format.torch_private import fsspec_storage
 from dcp_checkfreq.ranks.own_group import KnownGroup, OwnGroup, world
-from dcp_checkfreq.runtime.process_end import watch
+from dcp_checkfreq.runtime.process_end import close_at_exit, watch
 
 _TIMEOUT_S = 1800.0  # torch's for gloo
 
@@ -40,6 +40,55 @@ class _Save:
     def problem(self) -> BaseException | None:
         """Return why it failed."""
         return self.future.exception() if self.future.done() else None
+
+
+class _Answer(Future[Any]):
+    """What the caller gets of a save: it knows whether anybody has asked how that ended."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.is_heard = False
+        self.set_running_or_notify_cancel()  # as that of the executor, it cannot be cancelled
+
+    def result(self, timeout: float | None = None) -> Any:
+        """Return what the save returns, or raise its error."""
+        self.is_heard = True
+        return super().result(timeout)
+
+    def exception(self, timeout: float | None = None) -> BaseException | None:
+        """Return its error."""
+        self.is_heard = True
+        return super().exception(timeout)
+
+    def say(self) -> None:
+        """Raise the error that nobody has asked for."""
+        if self.done() and not self.is_heard:
+            super().result()
+
+
+class _Last:
+    """The last asynchronous save of this process: an error that nobody hears of is told at its end.
+
+    One before it is not: whoever saves again has more than that one.
+    """
+
+    def __init__(self) -> None:
+        self.save: _Save | None = None
+        self.answer: _Answer | None = None
+        self._forget: Callable[[], None] | None = None
+
+    def follow(self, begun: Future[Any]) -> Future[Any]:
+        """Return the answer of a save that has begun."""
+        if self._forget is not None:
+            self._forget()
+        self.save, self.answer = _Save(begun), _Answer()
+        watch(self.save)
+        self._forget = close_at_exit(self.answer, _Answer.say)
+        begun.add_done_callback(functools.partial(_hand_on, self.answer))
+        return self.answer
+
+
+_last = _Last()
 
 
 class _Line:
@@ -98,21 +147,23 @@ def in_a_thread(stock: _Stock, executor: Any, staged: Any, **options: Any) -> Fu
     The default group is the training loop's: two threads that use it at once hang, or abort.
     """
     everyone = world()
+    begun: Future[Any]
+    if not Switch.is_on:
+        begun = stock(executor, staged, **options)
+        return begun
     if (
-        not Switch.is_on
-        or options.get("no_dist")
+        options.get("no_dist")
         or options.get("process_group") is not None
         or everyone is None
         or everyone.size() == 1
     ):
-        begun: Future[Any] = stock(executor, staged, **options)
-        return begun
+        return _last.follow(stock(executor, staged, **options))
     line = _the_line()
     options["process_group"] = line.own.group
     begun = stock(executor, line.behind_the_last(staged), **options)
     line.last = _Save(begun)
     watch(line.last)
-    return begun
+    return _last.follow(begun)
 
 
 class Carried:
@@ -179,8 +230,8 @@ def _writer_for(checkpoint_id: Any) -> FileSystemWriter | None:
 
 
 def _in_child() -> None:
-    global _line
-    _line = None
+    global _line, _last
+    _line, _last = None, _Last()
 
 
 os.register_at_fork(after_in_child=_in_child)

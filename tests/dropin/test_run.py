@@ -127,3 +127,56 @@ def test_every_rank_of_torchrun_runs_it(folder):
     assert done.returncode == 0, done.stderr
     assert is_ours(folder / "2")
     assert done.stderr.count("drop-in is on") == 1
+
+
+FAILS_LAST = """
+import concurrent.futures, sys, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed as dist, torch.distributed.checkpoint as dcp
+from dcp_checkfreq import dropin
+
+if __name__ == "__main__":
+    folder, process_group, by_writer, use_install = sys.argv[1], *map(int, sys.argv[3:])
+    asked = sys.argv[2]
+    if use_install:
+        dropin.install()
+    if process_group:
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    dcp.async_save({"w": torch.arange(4)}, checkpoint_id=folder + "-first").result()
+    open(folder + "-file", "w").close()
+    there = folder + "-file/step"
+    where = {"checkpoint_id": there}
+    if by_writer:
+        where = {"storage_writer": dcp.FileSystemWriter(there)}
+    pending = dcp.async_save({"w": torch.arange(4)}, **where)
+    if asked != "no":
+        try:
+            pending.result() if asked == "heard" else concurrent.futures.wait([pending])
+        except BaseException:  # as DCP's is
+            print("heard", flush=True)
+    print("last line", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "asked"), [("000", "no"), ("101", "no"), ("011", "no"), ("001", "ended")]
+)
+def test_a_last_save_in_the_background_that_failed_is_seen_in_the_exit_code(folder, how, asked):
+    done = last(folder, how, asked)
+    assert done.stdout == "last line\n", done.stderr
+    assert done.returncode not in (0, None), done.stderr
+    assert "this process ends, and something was not saved" in done.stderr
+    assert "last-file" in done.stderr
+    assert is_ours(folder / "last-first")
+
+
+def test_one_whose_error_the_script_has_heard_is_the_scripts_matter(folder):
+    done = last(folder, "001", "heard")
+    assert done.stdout == "heard\nlast line\n", done.stderr
+    assert done.returncode == 0, done.stderr
+
+
+def last(folder, how, asked):
+    (folder / "last.py").write_text(FAILS_LAST)
+    call = python if how[2] == "1" else run
+    return call("last.py", str(folder / "last"), asked, *how, cwd=folder)
