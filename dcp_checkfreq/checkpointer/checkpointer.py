@@ -200,9 +200,8 @@ class Checkpointer:
                 max_failures=max_failures,
                 tell_time=self._stopping.compare_with_grace,
             )
-            self._words = LastWords(
-                self._ranks, LastStep(self._state, self._guard), self._loop, self._parts
-            )
+            last = LastStep(self._state, self._guard)
+            self._words = LastWords(run, last, self._loop, self._parts)
             self._closed = False
             self.step = 0
         self._pid = os.getpid()

@@ -1,9 +1,12 @@
 """The last complete step: whether the live state is still that of it, after an error.
 
-After every step it is marked what the state was, for the price of some microseconds. What holds
-plain values is kept as it was. What holds tensors is only recognised: by the objects, by torch's
-counts of in-place changes, by what the optimizers' hooks have heard, and buffers also by samples of
-their content, as a replayed CUDA graph and a write through ``.data`` count nothing.
+After every step it is marked what the state was. What holds plain values is kept as it was. What
+holds tensors is only recognised: by the objects, by torch's counts of in-place changes, by what the
+optimizers' hooks have heard, and buffers also by samples of their content, as a replayed CUDA graph
+and a write through ``.data`` count nothing.
+
+What can be told once for all steps is told when the tensors are looked for: a mark costs nothing
+where a part cannot be followed.
 """
 
 from __future__ import annotations
@@ -41,6 +44,7 @@ class _NotFollowed(Exception):
 @dataclass(frozen=True, slots=True)
 class _Buffer:
     number: int  # among the tensors
+    device: torch.device
     samples: list[torch.Tensor]  # views
     storage: torch.UntypedStorage
     storage_bytes: int
@@ -72,7 +76,7 @@ class _Module:
         for one in self.looked_at:
             if one.storage.nbytes() != one.storage_bytes:
                 raise _NotFollowed("the memory of a buffer was given back")
-            devices.setdefault(one.samples[0].device, []).extend(one.samples)
+            devices.setdefault(one.device, []).extend(one.samples)
         return {device: torch.cat(samples) for device, samples in devices.items()}
 
     def why_changed(self) -> str | None:
@@ -88,6 +92,14 @@ class _Module:
         if any(not torch.equal(content[device], one) for device, one in self.content.items()):
             return "a buffer was changed"
         return None
+
+
+@dataclass(frozen=True, slots=True)
+class _Unpacked:
+    """A value that was made for this mark: nobody else has it. Packed when it is needed."""
+
+    part: ValuePart
+    value: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,19 +155,21 @@ class LastStep:
             step: that is done.
             anew: look for the tensors of modules anew.
         """
-        self.step, self._why_not = step, None
-        if anew:
-            self._modules = {}
-        self._names, self._values, self._optimizers = self._state.names, {}, {}
+        self.step = step
+        names = self._state.names
+        if anew or names != self._names:
+            self._modules, self._why_not = {}, None
+        self._guard.mark_step()
+        if self._why_not is not None:
+            return  # nor can it now
+        self._names, self._values, self._optimizers = names, {}, {}
         for name, part in self._state.parts():
             try:
                 self._mark(name, part)
             except Exception as error:  # noqa: BLE001  it is no reason to stop the training
                 text = str(error) if isinstance(error, _NotFollowed) else text_of(error)
                 self._why_not = f"{name!r} cannot be followed from step to step: {text}"
-                self._modules = {}
-                break
-        self._guard.mark_step()
+                return
 
     def _mark(self, name: str, part: Part) -> None:
         if isinstance(part, ModulePart):
@@ -167,6 +181,8 @@ class LastStep:
             if not self._guard.hears(part.optimizer):
                 raise _NotFollowed("its steps call no hooks, or a CUDA graph replays them")
             self._optimizers[name] = _Optimizer.of(part.local)
+        elif isinstance(part, ValuePart) and part.is_made_anew:
+            self._values[part.key] = _Unpacked(part, part.value)
         elif isinstance(part, ValuePart):
             _check_value(part)
             for key, packed in part.capture_by_key().items():
@@ -201,7 +217,11 @@ class LastStep:
 
     def capture(self, now: Mapping[str, Any]) -> dict[str, Any]:
         """Return the state of the marked step, from the state as it is ``now`` and intact."""
-        return {**now, **self._values}
+        kept = {
+            key: value.part.packed(value.value) if isinstance(value, _Unpacked) else value
+            for key, value in self._values.items()
+        }
+        return {**now, **kept}
 
 
 def _found(module: nn.Module) -> _Module:
@@ -218,7 +238,7 @@ def _found(module: nn.Module) -> _Module:
     for number, one in enumerate(tensors.values()):
         if one.numel() and not isinstance(one, nn.Parameter):
             samples, storage = list(_samples_of(one.detach())), one.untyped_storage()
-            buffers.append(_Buffer(number, samples, storage, storage.nbytes()))
+            buffers.append(_Buffer(number, one.device, samples, storage, storage.nbytes()))
     return _Module(module, dict(tensors), buffers)
 
 

@@ -25,6 +25,8 @@ from dcp_checkfreq.state.unpacked import Make, unpacked_from
 from dcp_checkfreq.state.wanted import AnyWanted, Wanted
 from dcp_checkfreq.state.wrapper_kinds import Kinds
 
+_OURS = "dcp_checkfreq."
+
 
 class ValuePart:
     """A registered object or value.
@@ -75,15 +77,21 @@ class ValuePart:
         part = self._parts[self.name]
         return isinstance(part, PerRank) and type(part) is not PerRank
 
+    @property
+    def is_made_anew(self) -> bool:
+        """Whether it is one of this package, which makes a new value whenever it is asked."""
+        return self.is_own_kind and type(self._parts[self.name]).__module__.startswith(_OURS)
+
     def capture(self) -> dict[str, Any]:
         """Return the packed state, without what belongs to this rank only."""
         return self.capture_by_key()[self.key]
 
     def capture_by_key(self) -> dict[str, dict[str, Any]]:
         """Return the packed state; what belongs to this rank under a key of its own."""
-        return {key: self._packed(state) for key, state in self._states().items()}
+        return {key: self.packed(state) for key, state in self._states().items()}
 
-    def _packed(self, state: Any) -> dict[str, Any]:
+    def packed(self, state: Any) -> dict[str, Any]:
+        """Return a state of this part as it is saved."""
         with naming(lambda: state, self.name):
             return pack(state)
 

@@ -2,13 +2,15 @@
 
 import errno
 import logging
+import random
 
 import pytest
 import torch
 from torch import nn
 
 from dcp_checkfreq import Checkpointer, PerRank, SaveFailed, find_latest_valid
-from dcp_checkfreq.data import ResumableIterator
+from dcp_checkfreq.checkpointer.last_step import LastStep
+from dcp_checkfreq.data import ResumableIterator, RNGState
 from dcp_checkfreq.testing import Fault, FaultyTier, ForwardingTier, ManualClock, MemoryTier
 
 
@@ -362,3 +364,49 @@ def test_a_position_in_the_data_is_that_of_the_step(tmp_path, caplog):
         assert ckpt.restore().step == 4
         seen += [batch.tolist() for batch in parts["data"]]
     assert sorted(one for batch in seen for one in batch) == list(range(40)), "each once"
+
+
+@pytest.mark.parametrize(("step_s", "is_saved"), [(1.0, True), (0.01, False)])
+def test_following_the_state_is_given_up_where_it_takes_too_much_of_a_step(
+    tmp_path, caplog, monkeypatch, step_s, is_saved
+):
+    clock = ManualClock()
+    mark = LastStep.mark
+
+    def slow(self, step, *, anew):
+        mark(self, step, anew=anew)
+        clock.advance(0.001)
+
+    monkeypatch.setattr(LastStep, "mark", slow)
+
+    def train(ckpt):
+        for _ in range(30):
+            clock.advance(step_s)
+            ckpt.after_step()
+        raise Boom
+
+    run(tmp_path, {"n": 1}, train, clock=clock)
+    (line,) = said(caplog)
+    assert line.startswith("after Boom: step 30 was saved") == is_saved
+    if not is_saved:
+        assert "would take more than 0.5% of each step" in line
+
+
+def test_random_states_are_those_of_the_step(tmp_path, caplog):
+    random.seed(1)
+    torch.manual_seed(1)
+    drawn = {}
+
+    def train(ckpt):
+        for _ in range(3):
+            random.random()
+            torch.rand(1)
+            ckpt.after_step()
+        drawn["next"] = random.random(), torch.rand(1).item()
+        raise Boom
+
+    run(tmp_path, {"rng": RNGState(1)}, train)
+    assert said(caplog) == ["after Boom: step 3 was saved"]
+    with Checkpointer(tmp_path, {"rng": RNGState(1)}, every=1000) as ckpt:
+        ckpt.restore()
+    assert (random.random(), torch.rand(1).item()) == drawn["next"]
