@@ -3,9 +3,9 @@
 python integration/conformance/dlio.py --source ~/dlio_benchmark      a checkout of argonne-lcf's
 python integration/conformance/dlio.py --source ... --quick           shows that it runs
 
-DLIO's own `torch.save`, which does not sync, stock DCP and ours, which do. It has a virtual environment of its own in
-out/, which sees the torch of this one. Between writing and reading, pages are dropped from memory
-where that is allowed.
+DLIO's own `torch.save`, which does not sync, stock DCP and ours, which do. It has a virtual
+environment of its own in out/, which sees the torch of this one. Between writing and reading, pages
+are dropped from memory where that is allowed.
 """
 
 from __future__ import annotations
