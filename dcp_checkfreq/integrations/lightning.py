@@ -1,4 +1,4 @@
-"""Lightning: saves by the policy, and `trainer.fit` goes on from the newest whole checkpoint.
+"""Lightning: saves by the policy, and `trainer.fit` resumes from the newest whole checkpoint.
 
 Lightning's own dump says where its loops, callbacks and schedulers are. Model and optimizers are
 left out of it: they are saved and restored in place, with all the rest, by a `Checkpointer`.

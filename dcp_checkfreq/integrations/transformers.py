@@ -1,4 +1,4 @@
-"""Hugging Face's `Trainer`: saves by the policy, and goes on by itself after a restart.
+"""Hugging Face's `Trainer`: saves by the policy, and resumes by itself after a restart.
 
 Saves come from a callback. The way back is the `Trainer`'s own: it gets a folder with nothing but
 its `TrainerState` in it, skips the samples of that many steps, and makes model, optimizer and
@@ -189,7 +189,7 @@ def enable(
     every: int | None = None,
     **options: Any,
 ) -> CheckFreqCallback:
-    """Let ``trainer.train()`` save by the policy, and go on from the newest whole checkpoint.
+    """Let ``trainer.train()`` save by the policy, and resume from the newest whole checkpoint.
 
     ::
 
@@ -197,7 +197,7 @@ def enable(
         enable(trainer, root)
         trainer.train()
 
-    After a restart, the same script goes on where the last checkpoint was: the same samples, random
+    After a restart, the same script resumes where the last checkpoint was: the same samples, random
     numbers and losses. On another number of ranks, if a step stays as many samples.
 
     Args:
