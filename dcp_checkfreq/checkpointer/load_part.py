@@ -61,7 +61,7 @@ def load_part(
     )
     where = reader.checkpoint_id
     metadata = reader.read_metadata()
-    selection = Selection(None, (), rename or {}, strict)
+    selection = Selection(only=(name,), rename=rename or {}, strict=strict)
     restoration = AppState({name: into}, 0).restoration(metadata, where, selection)
     restoration.settle(restoration.unexpected())
     # As DCP does it in one process; there are no others to agree with.

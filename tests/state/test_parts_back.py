@@ -390,11 +390,13 @@ def test_unknown_names_are_refused(tmp_path):
 # --- load_part ---
 
 
-def test_one_part_without_a_run(tmp_path):
+def test_one_part_without_a_run(tmp_path, caplog):
     saved = trained(seed=5)
     save(tmp_path, saved)
     model = net(3, 4, 2)
+    caplog.clear()
     assert not load_part(find_latest_valid(tmp_path), "model", into=model)
+    assert caplog.text == "", "who asks for one part knows that there are others"
     assert bits(model.state_dict()) == bits(saved["model"].state_dict())
     before = bits(model.state_dict())
     bigger = net(3, 4, 2, 2, seed=7)
