@@ -263,6 +263,8 @@ def _check_value(part: ValuePart) -> None:
         raise _NotFollowed("to ask it would wait for the GPU")
     if isinstance(value, Stateful):
         is_ours = kind.__module__.startswith("dcp_checkfreq.")
+        if getattr(value, "asks_others", False):
+            raise _NotFollowed("the loader in it would be asked for its state at every step")
         if not is_ours and not is_trusted(kind.state_dict):
             raise _NotFollowed(f"its state is known by {kind.__name__}.state_dict only")
     elif _count(value, _MOST_VALUES) >= _MOST_VALUES:

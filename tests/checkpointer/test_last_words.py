@@ -218,6 +218,10 @@ def test_parts_that_cannot_be_followed_are_named(tmp_path, caplog):
         def load_state_dict(self, state):
             pass
 
+    class Keeps(Own):
+        def __iter__(self):
+            return iter(range(3))
+
     class Extra(nn.Linear):
         def get_extra_state(self):
             return {"a": 1}
@@ -228,6 +232,10 @@ def test_parts_that_cannot_be_followed_are_named(tmp_path, caplog):
     for number, (part, why) in enumerate(
         [
             (Own(), "its state is known by Own.state_dict only"),
+            (
+                ResumableIterator(Keeps(), mode="own"),
+                "the loader in it would be asked for its state at every step",
+            ),
             (Extra(1, 1), "Extra saves more than its tensors"),
             ({"many": list(range(5000))}, "it is too large"),
             (torch.zeros(1 << 20), "it is too large"),

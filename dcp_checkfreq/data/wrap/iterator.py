@@ -179,6 +179,11 @@ class ResumableIterator:
             self.batches += 1
             yield batch
 
+    @property
+    def asks_others(self) -> bool:
+        """Whether `state_dict` asks the loader inside for its own: that may be dear."""
+        return self._keeper is not None
+
     def state_dict(self) -> dict[str, Any]:
         """Return the position after the last batch that was handed out.
 
