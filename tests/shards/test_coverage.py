@@ -60,7 +60,7 @@ def test_thousands_of_shards_take_little_and_one_that_is_missing_is_found(parts)
     assert time.process_time() - begun < 2
 
 
-@pytest.mark.parametrize("dims", [2, 3, 6])
+@pytest.mark.parametrize("dims", [2, 3, pytest.param(6, marks=pytest.mark.slow)])
 def test_made_up_overlaps_are_given_up_soon(dims):
     size = (1 << 20,) * dims
     boxes = [((n,) * dims, (1 << 19,) * dims) for n in range(3000)]

@@ -32,6 +32,8 @@ CALLS = {
     "delete": lambda tier: tier.delete("a"),
 }
 
+pytestmark = pytest.mark.server
+
 
 @pytest.fixture(scope="module")
 def server():
@@ -118,7 +120,6 @@ def test_an_expired_token_is_asked_for_anew_once_and_a_wrong_clock_is_not(stub):
     assert [method for method, _ in stub.asked] == ["HEAD", "GET"]
 
 
-@pytest.mark.slow
 def test_every_entrance_tells_the_user(stub):
     stub.say(403, "RequestTimeTooSkewed", fields=SKEW)
     url, options = "s3://bucket/run", options_for(stub)
@@ -140,7 +141,6 @@ def test_every_entrance_tells_the_user(stub):
         assert "NTP" in str(caught.value)
 
 
-@pytest.mark.slow  # botocore looks for them in many places
 def test_no_credentials_at_all_says_how_to_give_some(stub, monkeypatch, tmp_path):
     for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE"):
         monkeypatch.delenv(name, raising=False)
