@@ -8,6 +8,7 @@ import pytest
 ROOT = pathlib.Path(__file__).parent.parent
 MOST_LINES = {"dcp_checkfreq": 450, "tests": 600, "integration": 600, "scripts": 600}
 MOST_MEDIAN_LINES = 150  # of the package
+MOST_LINES_OF_POLICY = 1500  # of the whole folder: decision 0034
 
 
 def sizes_of(folder):
@@ -26,3 +27,7 @@ def test_no_module_is_too_long(folder):
 
 def test_half_of_all_modules_are_short():
     assert statistics.median(sizes_of("dcp_checkfreq").values()) <= MOST_MEDIAN_LINES
+
+
+def test_the_policy_stays_small():
+    assert sum(sizes_of("dcp_checkfreq/policy").values()) <= MOST_LINES_OF_POLICY

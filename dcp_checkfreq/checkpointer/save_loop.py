@@ -125,7 +125,7 @@ class SaveLoop:
         Raises:
             SaveFailed: it is not published.
         """
-        self._schedule.stop_learning()
+        self._schedule.learns = False
         timings = replace(self._schedule.next_save(step), mode=Mode.BLOCKING)
         laps = self._times.take()
         self._saver.begin(

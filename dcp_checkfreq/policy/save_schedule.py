@@ -27,7 +27,7 @@ class SaveSchedule:
     With ``every``, at multiples of that. Else it profiles, saves once, and then every k iterations
     as rank 0's tuner says; it begins with a stored profile of the same job if there is one. All
     ranks make it together. ``describe`` returns plain values that say what saving this rank's state
-    costs; ``mode`` None lets the tuner decide how to copy.
+    costs; ``mode`` None lets the tuner decide how to copy. ``learns``: saves are a measure.
     """
 
     def __init__(
@@ -46,8 +46,7 @@ class SaveSchedule:
         self._profile_steps = profile_steps(steps_per_epoch)
         self._start = functools.partial(tuner.start, max_overhead=max_overhead, mtbf_s=mtbf_s)
         self._since = self._saves = 0  # iterations since the last save began, or since the start
-        self._waits_for_decision = False
-        self._learns = every is None
+        self._waits_for_decision, self.learns = False, every is None
         self._tuning: Tuning | None = None  # on rank 0 it changes with every save
         self._decision: Decision | None = None
         self._to_store: Tuning | None = None
@@ -125,10 +124,6 @@ class SaveSchedule:
         if self._decision is not None:  # a gap is for one interval
             self._decision = replace(self._decision, gap_steps=0)
 
-    def stop_learning(self) -> None:
-        """Take what comes for no measure of a save: it is the last one, made in another way."""
-        self._learns = False
-
     def apply(self, decision: Decision | None) -> None:
         """Act on what `decide` has returned; all ranks do at the same step."""
         self._waits_for_decision = False
@@ -139,7 +134,7 @@ class SaveSchedule:
 
     def decide(self, ranks: Sequence[SaveTimings]) -> Decision | None:
         """Return what comes after this save, as all ranks have timed it."""
-        if not self._learns:
+        if not self.learns:
             return None
         before, known = self._decision, self._tuning
         if known is not None:
