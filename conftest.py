@@ -40,13 +40,14 @@ LIMIT_S = 1.0
 BUSY = 3  # load for each core: then what a test waits for says nothing of the test
 
 # By default the same examples every time, so that a change is judged by the change and not by
-# luck. `HYPOTHESIS_PROFILE=search pytest tests` looks for new ones.
+# luck. `HYPOTHESIS_PROFILE=search pytest tests` looks for new ones, and tries twice as many.
 PATIENT: dict[str, Any] = {  # a busy machine is no reason to fail
     "deadline": None,
     "suppress_health_check": [HealthCheck.too_slow],
     "print_blob": True,
 }
-settings.register_profile("same", derandomize=True, database=None, **PATIENT)
+SAME: dict[str, Any] = {"derandomize": True, "database": None, "max_examples": 50}
+settings.register_profile("same", **SAME, **PATIENT)
 settings.register_profile("search", **PATIENT)
 settings.register_profile("fast", settings.get_profile("same"), max_examples=10)
 

@@ -127,6 +127,7 @@ def test_table6_kills_lose_at_most_two_intervals_and_ranks_agree_on_the_interval
 
 @pytest.mark.long
 @pytest.mark.crash
+@pytest.mark.long  # a resume that is exact is what test_main_job and the demo show, too
 def test_fig8_ends_with_the_same_loss_however_often_it_was_interrupted(tmp_path: Path) -> None:
     report = experiment(tmp_path, "fig8")
     by_arm = {run["arm"]: run for run in report["raw"]}

@@ -136,7 +136,10 @@ def test_reshard_measures_loads_on_another_number_of_ranks(tmp_path):
     assert_sound(report, {"ours", "stock"})
 
 
-@pytest.mark.parametrize("load", ["trivial", "dali", "resume", pytest.param("decode", marks=long)])
+@pytest.mark.parametrize(
+    "load",
+    ["trivial", "dali", pytest.param("resume", marks=long), pytest.param("decode", marks=long)],
+)
 def test_data_measures_epochs_and_resumes_with_the_peers_that_are_installed(tmp_path, load):
     if load == "dali":
         pytest.importorskip("nvidia.dali", reason="DALI is not installed")
