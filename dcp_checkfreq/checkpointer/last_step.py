@@ -2,7 +2,7 @@
 
 After every step it is marked what the state was. What holds plain values is kept as it was. What
 holds tensors is only recognised: by the objects, by torch's counts of in-place changes, by what the
-optimizers' hooks have heard, and buffers also by samples of their content, as a replayed CUDA graph
+optimizers' hooks have heard, and buffers also by their content, as a replayed CUDA graph
 and a write through ``.data`` count nothing.
 
 What can be told once for all steps is told when the tensors are looked for: a mark costs nothing
@@ -30,8 +30,7 @@ from dcp_checkfreq.state.packed import TENSORS
 from dcp_checkfreq.state.part import Part, is_trusted
 from dcp_checkfreq.state.value_part import ValuePart
 
-_WHOLE_BYTES = 64 << 10  # buffers up to here are compared whole
-_SAMPLE_BYTES = 4 << 10  # else so much of the begin, the middle and the end
+_WHOLE_BYTES = 1 << 20  # buffers up to here are compared, whole
 _MOST_VALUES = 500  # of a plain value that is kept at every step
 _MOST_KEPT_BYTES = 1 << 20  # of its tensors
 _UNCHANGING = (int, float, str, bool, bytes, complex, type(None))
@@ -62,13 +61,8 @@ class _Module:
     content: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def mark(self) -> None:
-        before, self.versions = self.versions, versions_of(list(self.tensors.values()))
-        # Those whose changes torch counts, as in most layers that have any, need no other look.
-        self.looked_at = [
-            one
-            for one in self.buffers
-            if not before or before[one.number] == self.versions[one.number]
-        ]
+        self.versions = versions_of(list(self.tensors.values()))
+        self.looked_at = self.buffers
         self.content = self._content()
 
     def _content(self) -> dict[torch.device, torch.Tensor]:
@@ -127,7 +121,11 @@ class _Optimizer:
 
 def _option(value: Any) -> Any:
     """Return what tells an option from another one; of a tensor, its object and its changes."""
-    return (id(value), versions_of([value])) if isinstance(value, torch.Tensor) else value
+    return (
+        (id(value), versions_of([value]))
+        if isinstance(value, torch.Tensor)
+        else copy.deepcopy(value)
+    )
 
 
 class LastStep:
@@ -249,9 +247,7 @@ def _samples_of(buffer: torch.Tensor) -> Iterator[torch.Tensor]:
     if len(content) <= _WHOLE_BYTES:
         yield content
         return
-    middle = (len(content) - _SAMPLE_BYTES) // 2
-    for begin in (0, middle, len(content) - _SAMPLE_BYTES):
-        yield content[begin : begin + _SAMPLE_BYTES]
+    raise _NotFollowed("it has a buffer that is too large to be compared at every step")
 
 
 def _check_value(part: ValuePart) -> None:
