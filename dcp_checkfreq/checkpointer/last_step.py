@@ -2,8 +2,8 @@
 
 After every step it is marked what the state was. What holds plain values is kept as it was. What
 holds tensors is only recognised: by the objects, by torch's counts of in-place changes, by what the
-optimizers' hooks have heard, and buffers also by their content, as a replayed CUDA graph
-and a write through ``.data`` count nothing.
+optimizers' hooks have heard, and buffers also by their content, as a replayed CUDA graph and a
+write through ``.data`` count nothing.
 
 What can be told once for all steps is told when the tensors are looked for: a mark costs nothing
 where a part cannot be followed.
@@ -12,7 +12,8 @@ where a part cannot be followed.
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+import itertools
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -27,10 +28,10 @@ from dcp_checkfreq.state.app_state import AppState
 from dcp_checkfreq.state.module_part import ModulePart
 from dcp_checkfreq.state.optimizer_part import OptimizerPart
 from dcp_checkfreq.state.packed import TENSORS
-from dcp_checkfreq.state.part import Part, is_trusted
+from dcp_checkfreq.state.part import Part, is_ours, is_trusted
 from dcp_checkfreq.state.value_part import ValuePart
 
-_WHOLE_BYTES = 1 << 20  # buffers up to here are compared, whole
+_MOST_BUFFER_BYTES = 1 << 20  # of one that is compared
 _MOST_VALUES = 500  # of a plain value that is kept at every step
 _MOST_KEPT_BYTES = 1 << 20  # of its tensors
 _UNCHANGING = (int, float, str, bool, bytes, complex, type(None))
@@ -42,9 +43,7 @@ class _NotFollowed(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _Buffer:
-    number: int  # among the tensors
-    device: torch.device
-    samples: list[torch.Tensor]  # views
+    content: torch.Tensor  # a view of its bytes
     storage: torch.UntypedStorage
     storage_bytes: int
 
@@ -55,23 +54,22 @@ class _Module:
 
     module: nn.Module
     tensors: dict[str, torch.Tensor]
-    buffers: list[_Buffer]
+    buffers: dict[torch.device, list[_Buffer]]
     versions: list[int] = field(default_factory=list)
-    looked_at: list[_Buffer] = field(default_factory=list)
     content: dict[torch.device, torch.Tensor] = field(default_factory=dict)
 
     def mark(self) -> None:
         self.versions = versions_of(list(self.tensors.values()))
-        self.looked_at = self.buffers
         self.content = self._content()
 
     def _content(self) -> dict[torch.device, torch.Tensor]:
-        devices: dict[torch.device, list[torch.Tensor]] = {}
-        for one in self.looked_at:
+        for one in itertools.chain(*self.buffers.values()):
             if one.storage.nbytes() != one.storage_bytes:
                 raise _NotFollowed("the memory of a buffer was given back")
-            devices.setdefault(one.device, []).extend(one.samples)
-        return {device: torch.cat(samples) for device, samples in devices.items()}
+        return {
+            device: torch.cat([one.content for one in buffers])
+            for device, buffers in self.buffers.items()
+        }
 
     def why_changed(self) -> str | None:
         now = self.module.state_dict(keep_vars=True)
@@ -101,31 +99,32 @@ class _Optimizer:
     """What an optimizer had after a step, but for what only its steps change."""
 
     state: object
-    sizes: tuple[int, ...]
+    size: int  # of it
     options: list[dict[str, Any]]
 
     @classmethod
     def of(cls, optimizer: torch.optim.Optimizer) -> _Optimizer:
-        options = []
-        for group in optimizer.param_groups:
-            params = [id(one) for one in group["params"]]
-            options.append({key: _option(one) for key, one in group.items()} | {"params": params})
-        return cls(optimizer.state, (len(optimizer.state),), options)
+        options = [
+            {
+                key: [id(one) for one in value] if key == "params" else _option(value)
+                for key, value in group.items()
+            }
+            for group in optimizer.param_groups
+        ]
+        return cls(optimizer.state, len(optimizer.state), options)
 
     def why_changed(self, optimizer: torch.optim.Optimizer) -> str | None:
         now = _Optimizer.of(optimizer)
-        if now.state is not self.state or now.sizes != self.sizes:
+        if now.state is not self.state or now.size != self.size:
             return "its state was replaced"
         return None if now.options == self.options else "an option of a group was changed"
 
 
 def _option(value: Any) -> Any:
     """Return what tells an option from another one; of a tensor, its object and its changes."""
-    return (
-        (id(value), versions_of([value]))
-        if isinstance(value, torch.Tensor)
-        else copy.deepcopy(value)
-    )
+    if isinstance(value, torch.Tensor):
+        return id(value), versions_of([value])
+    return copy.deepcopy(value)
 
 
 class LastStep:
@@ -232,22 +231,21 @@ def _found(module: nn.Module) -> _Module:
     odd = [key for key, one in tensors.items() if not isinstance(one, torch.Tensor)]
     if odd:
         raise _NotFollowed(f"{odd[0]!r} is no tensor")
-    buffers = []
-    for number, one in enumerate(tensors.values()):
+    buffers: dict[torch.device, list[_Buffer]] = {}
+    for one in tensors.values():
         if one.numel() and not isinstance(one, nn.Parameter):
-            samples, storage = list(_samples_of(one.detach())), one.untyped_storage()
-            buffers.append(_Buffer(number, one.device, samples, storage, storage.nbytes()))
+            content, storage = _content_of(one.detach()), one.untyped_storage()
+            of_device = buffers.setdefault(one.device, [])
+            of_device.append(_Buffer(content, storage, storage.nbytes()))
     return _Module(module, dict(tensors), buffers)
 
 
-def _samples_of(buffer: torch.Tensor) -> Iterator[torch.Tensor]:
+def _content_of(buffer: torch.Tensor) -> torch.Tensor:
     if type(buffer) is not torch.Tensor or not buffer.is_contiguous():
         raise _NotFollowed("it has a buffer that is no plain tensor")
-    content = buffer.view(-1).view(torch.uint8)
-    if len(content) <= _WHOLE_BYTES:
-        yield content
-        return
-    raise _NotFollowed("it has a buffer that is too large to be compared at every step")
+    if buffer.nbytes > _MOST_BUFFER_BYTES:
+        raise _NotFollowed("it has a buffer that is too large to be compared at every step")
+    return buffer.view(-1).view(torch.uint8)
 
 
 def _check_value(part: ValuePart) -> None:
@@ -258,10 +256,9 @@ def _check_value(part: ValuePart) -> None:
     if isinstance(value, torch.amp.GradScaler) and value.is_enabled():
         raise _NotFollowed("to ask it would wait for the GPU")
     if isinstance(value, Stateful):
-        is_ours = kind.__module__.startswith("dcp_checkfreq.")
         if getattr(value, "asks_others", False):
             raise _NotFollowed("the loader in it would be asked for its state at every step")
-        if not is_ours and not is_trusted(kind.state_dict):
+        if not is_ours(kind) and not is_trusted(kind.state_dict):
             raise _NotFollowed(f"its state is known by {kind.__name__}.state_dict only")
     elif _count(value, _MOST_VALUES) >= _MOST_VALUES:
         raise _NotFollowed("it is too large")

@@ -90,4 +90,13 @@ def module_described(module: torch.nn.Module) -> list[object]:
 
 def is_trusted(code: object) -> bool:
     """Tell whether a class or function is torch's own."""
-    return str(getattr(code, "__module__", "")).partition(".")[0] in _TRUSTED
+    return _package_of(code) in _TRUSTED
+
+
+def is_ours(code: object) -> bool:
+    """Tell whether a class or function is of this package."""
+    return _package_of(code) == "dcp_checkfreq"
+
+
+def _package_of(code: object) -> str:
+    return str(getattr(code, "__module__", "")).partition(".")[0]

@@ -17,15 +17,13 @@ from dcp_checkfreq.shards.self_described import describes_itself, size_in_checkp
 from dcp_checkfreq.state.differences import Differences, listed
 from dcp_checkfreq.state.generators import adopted, generators_kept
 from dcp_checkfreq.state.packed import TENSORS, TREE, pack, tensors_in
-from dcp_checkfreq.state.part import Undo, is_trusted, tensor_described
+from dcp_checkfreq.state.part import Undo, is_ours, is_trusted, tensor_described
 from dcp_checkfreq.state.per_rank import PerRank, SplitsState, has_state_of_rank
 from dcp_checkfreq.state.saved import Leaf, Lookup, Path, Renames, SavedState
 from dcp_checkfreq.state.tree import tree_of
 from dcp_checkfreq.state.unpacked import Make, unpacked_from
 from dcp_checkfreq.state.wanted import AnyWanted, Wanted
 from dcp_checkfreq.state.wrapper_kinds import Kinds
-
-_OURS = "dcp_checkfreq."
 
 
 class ValuePart:
@@ -80,7 +78,7 @@ class ValuePart:
     @property
     def is_made_anew(self) -> bool:
         """Whether it is one of this package, which makes a new value whenever it is asked."""
-        return self.is_own_kind and type(self._parts[self.name]).__module__.startswith(_OURS)
+        return self.is_own_kind and is_ours(type(self._parts[self.name]))
 
     def capture(self) -> dict[str, Any]:
         """Return the packed state, without what belongs to this rank only."""

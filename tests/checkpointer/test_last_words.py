@@ -156,6 +156,14 @@ def moved_constant(job):
     job.model[0].table.data.mul_(2)
 
 
+def one_row_of_a_table(job):
+    job.model[0].table.data[20_000] = 5
+
+
+def uncounted_after_counted(job):
+    job.model[1].running_mean.data.mul_(2)
+
+
 def replaced_buffer(job):
     job.model[1].running_var = job.model[1].running_var * 2
 
@@ -182,6 +190,8 @@ def other_part(job):
     [
         ("forward", lambda job: None, "in 'model', '1.num_batches_tracked' was changed since"),
         ("begin", moved_constant, "in 'model', a buffer was changed since"),
+        ("begin", one_row_of_a_table, "in 'model', a buffer was changed since"),
+        ("begin", uncounted_after_counted, "in 'model', a buffer was changed since"),
         ("begin", replaced_buffer, "in 'model', '1.running_var' is another one since"),
         ("begin", clipped_weight, "in 'model', '0.weight' was changed since"),
         ("begin", loaded_optimizer, "in 'optim', its state was replaced since"),
@@ -196,6 +206,22 @@ def test_a_state_that_was_changed_since_is_not_saved(tmp_path, caplog, place, do
     (line,) = said(caplog)
     assert line.startswith(f"after Boom: step 3 is not saved: {why}")
     assert line.endswith("The last published step is None")
+
+
+def test_an_option_that_was_changed_in_place_is_noticed(tmp_path, caplog):
+    job = Job()
+    job.optim.param_groups[0]["layers"] = [1, 2]
+    fail_at(tmp_path, "begin", job, lambda job: job.optim.param_groups[0]["layers"].append(3))
+    assert find_latest_valid(tmp_path) is None
+    assert "an option of a group was changed since" in said(caplog)[0]
+
+
+def test_a_buffer_that_is_too_large_to_be_compared_is_named(tmp_path, caplog):
+    job = Job()
+    job.model[0].register_buffer("large", torch.ones(300_000))
+    fail_at(tmp_path, "begin", job)
+    assert find_latest_valid(tmp_path) is None
+    assert "it has a buffer that is too large to be compared at every step" in said(caplog)[0]
 
 
 def test_half_a_step_of_an_optimizer_is_not_saved(tmp_path, caplog):
@@ -418,3 +444,11 @@ def test_random_states_are_those_of_the_step(tmp_path, caplog):
     with Checkpointer(tmp_path, {"rng": RNGState(1)}, every=1000) as ckpt:
         ckpt.restore()
     assert (random.random(), torch.rand(1).item()) == drawn["next"]
+
+
+def test_following_the_state_copies_no_parameter(tmp_path, monkeypatch):
+    copied = []
+    monkeypatch.setattr(nn.Parameter, "__deepcopy__", lambda one, _: copied.append(one))
+    fail_at(tmp_path, "begin")
+    assert copied == []
+    assert find_latest_valid(tmp_path).step == 3
