@@ -95,3 +95,11 @@ def assert_equal(one, other):
 def published(root):
     """Return the steps that are whole, by their names."""
     return sorted(int(path.parent.name[5:]) for path in root.glob("step_*/.metadata"))
+
+
+def saved_before(root, step):
+    """Return the last step that a job had saved when it was killed in ``step``."""
+    steps = published(root)
+    assert steps, "it was killed before its first save"
+    assert max(steps) < step
+    return max(steps)
