@@ -137,13 +137,20 @@ def test_reshard_measures_loads_on_another_number_of_ranks(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "load",
-    ["trivial", "dali", pytest.param("resume", marks=long), pytest.param("decode", marks=long)],
+    ("load", "workers"),
+    [
+        ("trivial", "0,1"),
+        ("dali", "1"),
+        pytest.param("dali", "0", marks=long),
+        pytest.param("resume", "0,1", marks=long),
+        pytest.param("decode", "0,1", marks=long),
+    ],
 )
-def test_data_measures_epochs_and_resumes_with_the_peers_that_are_installed(tmp_path, load):
+def test_data_measures_epochs_and_resumes_with_the_peers_that_are_installed(
+    tmp_path, load, workers
+):
     if load == "dali":
         pytest.importorskip("nvidia.dali", reason="DALI is not installed")
-    workers = "0,1" if load == "trivial" else "1"
     _, reports = bench(tmp_path, "data", "--load", load, "--workers", workers)
     assert [report["config"]["case"] for report in reports] == workers.split(",")
     for report in reports:
