@@ -48,7 +48,6 @@ class SaveLoop:
         history: the last saves that have ended, oldest first.
         last_step: the last published one, or the one that the run resumes from.
         failures_in_a_row: since the last published one.
-        begun: saves so far.
     """
 
     def __init__(
@@ -73,7 +72,6 @@ class SaveLoop:
         self.history: deque[SaveTimings] = deque(maxlen=_HISTORY)
         self.last_step: int | None = None
         self.failures_in_a_row = 0
-        self.begun = 0
 
     # --- from step to step ---
 
@@ -127,14 +125,7 @@ class SaveLoop:
         """
         self._schedule.learns = False
         timings = replace(self._schedule.next_save(step), mode=Mode.BLOCKING)
-        laps = self._times.take()
-        self._saver.begin(
-            timings,
-            capture,
-            lambda: self._run_history.writer(step),
-            profile=False,
-            iterations=functools.partial(self._times.resolve, laps),
-        )
+        self._hand_over(timings, capture, profile=False)
         self.finish_in_flight(must_raise=True)
 
     def finish_in_flight(self, *, must_raise: bool = False) -> None:
@@ -162,6 +153,11 @@ class SaveLoop:
             profile=self._schedule.wants_profile,
         )
 
+    @property
+    def begun(self) -> int:
+        """Saves so far."""
+        return self._schedule.saves
+
     def last_took_s(self) -> float:
         """Return how long the last save took, from the copy to its publication."""
         last = self.history[-1] if self.history else None
@@ -172,22 +168,26 @@ class SaveLoop:
     def _begin(self, step: int, begun_s: float) -> None:
         if self.last_step == step:
             return
-        laps = self._times.take()
         timings, profile = self._schedule.next_save(step), self._schedule.wants_profile
         if profile:
             used_bytes, total_bytes = self._parts.gpu_memory_bytes()
             timings = replace(timings, gpu_used_bytes=used_bytes, gpu_total_bytes=total_bytes)
+        self._hand_over(timings, self._parts.capture, profile=profile)
+        self._schedule.save_started()
+        self._blocked_s = self._clock.monotonic_s() - begun_s
+
+    def _hand_over(
+        self, timings: SaveTimings, capture: Callable[[], Mapping[str, Any]], *, profile: bool
+    ) -> None:
+        laps = self._times.take()
         self._saver.begin(
             timings,
-            self._parts.capture,
-            lambda: self._run_history.writer(step),
+            capture,
+            lambda: self._run_history.writer(timings.step),
             profile=profile,
             # what is in flight does not keep this object alive
             iterations=functools.partial(self._times.resolve, laps),
         )
-        self.begun += 1
-        self._schedule.save_started()
-        self._blocked_s = self._clock.monotonic_s() - begun_s
 
     def begin_finishing(self, step: int, finish: Callable[[], None]) -> None:
         """Have ``finish`` publish, in the background, what an earlier process has saved."""

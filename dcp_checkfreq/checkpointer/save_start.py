@@ -134,7 +134,7 @@ class SaveStart:
         def look() -> Needs:
             stager = Stager()
             # Those that have not stepped since the last snapshot will have by the next one.
-            guarded = self._guard.addresses(of_all=True) if _may_overlap(mode, profile) else set()
+            guarded = self._guarded(mode, profile=profile, of_all=True)
             needs = _needs(stager, stager.survey(capture()), guarded, mode, profile=profile)
             return replace(needs, without_state=without_state())
 
@@ -171,8 +171,9 @@ class SaveStart:
         )
         return job, stopped
 
-    def _guarded(self, mode: Mode, *, profile: bool) -> set[Address]:
-        return self._guard.addresses() if _may_overlap(mode, profile) else set()
+    def _guarded(self, mode: Mode, *, profile: bool, of_all: bool = False) -> set[Address]:
+        may_overlap = profile or mode is not Mode.BLOCKING
+        return self._guard.addresses(of_all=of_all) if may_overlap else set()
 
     def _begin_snapshot(
         self, agreed: Agreed, timings: SaveTimings, *, profile: bool
@@ -216,10 +217,6 @@ def _all_ready(ranks: list[_Ready]) -> _Start:
         raise SaveFailed(f"step {steps[0]}", f"the ranks are saving different steps: {steps}")
     needs = [ready.needs for ready in ranks if ready.needs is not None]  # all, or none
     return _Start(all(ready.plan_fits for ready in ranks), first_lines(needs))
-
-
-def _may_overlap(mode: Mode, profile: bool) -> bool:
-    return profile or mode is not Mode.BLOCKING
 
 
 def _needs(

@@ -161,9 +161,9 @@ def in_a_thread(stock: _Stock, executor: Any, staged: Any, **options: Any) -> Fu
     line = _the_line()
     options["process_group"] = line.own.group
     begun = stock(executor, line.behind_the_last(staged), **options)
-    line.last = _Save(begun)
-    watch(line.last)
-    return _last.follow(begun)
+    answer = _last.follow(begun)
+    line.last = _last.save
+    return answer
 
 
 class Carried:

@@ -45,7 +45,7 @@ class SaveSchedule:
         self._every, self._fixed_mode = every, mode
         self._profile_steps = profile_steps(steps_per_epoch)
         self._start = functools.partial(tuner.start, max_overhead=max_overhead, mtbf_s=mtbf_s)
-        self._since = self._saves = 0  # iterations since the last save began, or since the start
+        self._since = self.saves = 0  # iterations since the last save began, or since the start
         self._waits_for_decision, self.learns = False, every is None
         self._tuning: Tuning | None = None  # on rank 0 it changes with every save
         self._decision: Decision | None = None
@@ -113,12 +113,12 @@ class SaveSchedule:
     def next_save(self, step: int) -> SaveTimings:
         """Return what is known of the next save before it begins."""
         # The interval before the second save holds the first one, whose buffers were cold.
-        is_first, k = self._saves < 2, self.interval_steps
+        is_first, k = self.saves < 2, self.interval_steps
         return SaveTimings(step=step, interval_steps=k, mode=self.mode, is_first=is_first)
 
     def save_started(self) -> None:
         """Say that a save has begun."""
-        self._saves += 1
+        self.saves += 1
         self._since = 0
         self._waits_for_decision = self.wants_profile
         if self._decision is not None:  # a gap is for one interval
