@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
+import tempfile
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -37,6 +39,7 @@ BY_FIXTURE = {
     "weed": "server",
 }
 LIMIT_S = 1.0
+NEED_BYTES = 3 << 30  # on the disk of temporary files
 BUSY = 3  # load for each core: then what a test waits for says nothing of the test
 
 # By default the same examples every time, so that a change is judged by the change and not by
@@ -65,6 +68,19 @@ def pytest_configure(config: pytest.Config) -> None:
     """Choose how many examples of a property are tried, before any module of tests is read."""
     lane = "fast" if config.option.fast else "same"
     settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", lane))
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    """Say at once that the disk is too full: tests of the staged tier would fail, one by one."""
+    disk = shutil.disk_usage(tempfile.gettempdir())
+    need_bytes = min(disk.total // 20, 10 << 30) + NEED_BYTES
+    if disk.free < need_bytes and not hasattr(session.config, "workerinput"):
+        pytest.exit(
+            f"{tempfile.gettempdir()} has {disk.free >> 20} MiB free, and the tests need "
+            f"{need_bytes >> 20}: 5 % (at most 10 GiB) that staged saves leave free, and "
+            f"{NEED_BYTES >> 20} for themselves. Make room, or set TMPDIR",
+            returncode=pytest.ExitCode.USAGE_ERROR,
+        )
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:

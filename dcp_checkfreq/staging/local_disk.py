@@ -186,8 +186,8 @@ class StagingArea:
 
     # --- what may go ---
 
-    def make_room(self, name: str, rank: int, size_bytes: int) -> bool:
-        """Make room for the files of a new save; return whether there is any.
+    def make_room(self, name: str, rank: int, size_bytes: int) -> str | None:
+        """Make room for the files of a new save; return why there is none, or None: there is.
 
         What is left in the same folder of attempts that are over goes. Of the other folders the
         one of the highest step stays, unless its room is needed and all of it that is this rank's
@@ -199,17 +199,16 @@ class StagingArea:
             key=_newest_last,
         )
         self.clear({}, only={entry.name for entry in others[:-1]})
-        if self._fits(rank, size_bytes):
-            return True
-        if not others:
-            return False
+        why = self._why_no_room(rank, size_bytes)
+        if why is None or not others:
+            return why
         kept = self.look_into(others[-1].name)
         own = {file for file in kept.files if _rank_of(file) == rank}
         if own and own <= kept.uploaded:
             self._delete(self.folder(kept.name), own)
-        return self._fits(rank, size_bytes)
+        return self._why_no_room(rank, size_bytes)
 
-    def _fits(self, rank: int, size_bytes: int) -> bool:
+    def _why_no_room(self, rank: int, size_bytes: int) -> str | None:
         if self._limit_bytes is not None:
             used_bytes = sum(
                 inner.size_bytes
@@ -218,14 +217,25 @@ class StagingArea:
                 for inner in self.folder(entry.name).list()
                 if _rank_of(inner.name) == rank
             )
-            return used_bytes + size_bytes <= self._limit_bytes
+            if used_bytes + size_bytes <= self._limit_bytes:
+                return None
+            return (
+                f"no room for {size_bytes} bytes: "
+                f"{used_bytes} of the {self._limit_bytes} of staging_bytes are in use"
+            )
         if not isinstance(self.local, LocalTier):
-            return True
+            return None
         disk = os.statvfs(self.local.location)
         reserve_bytes = min(
             int(disk.f_blocks * disk.f_frsize * _RESERVE_SHARE), _RESERVE_AT_MOST_BYTES
         )
-        return size_bytes + reserve_bytes <= disk.f_bavail * disk.f_frsize
+        free_bytes = disk.f_bavail * disk.f_frsize
+        if size_bytes + reserve_bytes <= free_bytes:
+            return None
+        return (
+            f"no room for {size_bytes} bytes: {free_bytes} are free, "
+            f"of which {reserve_bytes} stay free for others"
+        )
 
     def clear(
         self, spare: Mapping[str, AbstractSet[str]], *, only: Collection[str] | None = None

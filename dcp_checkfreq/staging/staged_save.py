@@ -45,14 +45,14 @@ class StagedSave:
         size_bytes = sum(sizes.values())
         try:
             self._area.local.make()
-            if self._area.make_room(self._folder.name, rank, size_bytes):
+            why = self._area.make_room(self._folder.name, rank, size_bytes)
+            if why is None:
                 self._area.claim(self._attempt)
                 self._folder.local.make()
                 write(self._folder)
                 self._folder.local.sync()
                 self._shards = tuple(sizes)
                 return True
-            why = f"no room for {size_bytes} bytes"
         except OSError as error:
             why = str(error)
             self._discard(sizes)

@@ -3,6 +3,7 @@
 import errno
 import fnmatch
 import os
+import re
 import shutil
 import subprocess
 import threading
@@ -212,7 +213,10 @@ def test_room_is_left_on_the_disk_for_others(small_disk, tmp_path, caplog):
     with open(small_disk / "of others", "wb") as file:
         file.write(bytes((4 << 20) - 100_000))  # less than 5 % are free
     save(LocalTier(tmp_path / "slow"), 1, small_disk)
-    assert "no room" in caplog.text
+    (said,) = re.findall(r"no room for (\d+) bytes: (\d+) are free, of which (\d+)", caplog.text)
+    size_bytes, free_bytes, reserve_bytes = map(int, said)
+    assert free_bytes < 110_000
+    assert size_bytes + reserve_bytes > free_bytes
     load(LocalTier(tmp_path / "slow" / "step_00000001"), 1)
 
 
@@ -228,7 +232,8 @@ def test_what_a_rank_keeps_is_bounded(tmp_path, caplog):
     }
     # room for none
     save(slow, 3, tmp_path, staging_bytes=one_bytes - 100)
-    assert "no room" in caplog.text
+    limit = f"no room for {one_bytes} bytes: 0 of the {one_bytes - 100} of staging_bytes are in use"
+    assert limit in caplog.text
     for step in (1, 2, 3):
         load(slow.child(names.step_folder(step)), step, staging_dir=tmp_path)
 
