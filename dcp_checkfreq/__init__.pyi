@@ -47,5 +47,13 @@ from .errors import (
     UnsupportedState as UnsupportedState,
     WriteFailed as WriteFailed,
 )
+from .opened.lazy import (
+    LazyTensor as LazyTensor,
+    LazyValue as LazyValue,
+)
+from .opened.open_checkpoint import (
+    OpenedCheckpoint as OpenedCheckpoint,
+    open_checkpoint as open_checkpoint,
+)
 from .policy.save_timings import SaveRecord as SaveRecord
 from .state.per_rank import PerRank as PerRank

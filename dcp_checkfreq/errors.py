@@ -314,13 +314,26 @@ class NewerFormat(LoadFailed):
 class BrokenShard(LoadFailed):
     """A shard file is missing, short or fails its digest.
 
-    The bytes that failed never reach a target, but targets loaded before them keep their new
-    values: initialise the state again, or restore an older checkpoint into all of it.
+    The bytes that failed never reach a target. `Checkpointer`, `load_part` and `open_checkpoint`
+    read into memory of their own, so that the state is as it was. `dcp.load` reads into the state:
+    targets loaded before keep their new values (``is_state_touched``), so initialise the state
+    again, or restore an older checkpoint into all of it.
     """
 
     exit_code = 33
 
+    def __init__(self, where: str, why: str, is_state_touched: bool = True) -> None:
+        super().__init__(where, why)
+        self.args = (where, why, is_state_touched)
+        self.is_state_touched = is_state_touched
+
+    def before_the_state(self) -> BrokenShard:
+        """Return the same error, of a read into memory of its own."""
+        return BrokenShard(self.where, self.why, False)
+
     def __str__(self) -> str:
+        if not self.is_state_touched:
+            return f"{self.where}: {self.why}. Nothing was loaded"
         return (
             f"{self.where}: {self.why}. The damaged bytes were not loaded, but part of the state "
             "may hold the checkpoint's values: restore an older checkpoint, or start it afresh"

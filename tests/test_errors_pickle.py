@@ -20,6 +20,7 @@ EXAMPLES = {
     "ranks": [[0, 1], [0, 3]],
     "differences": [("a.x[2]", [(0, "1"), (1, "'ä'")]), ("b", [])],
     "pairs": [f"k{n}" for n in range(9)],
+    "is_state_touched": False,
 }
 
 

@@ -32,6 +32,7 @@ LEVELS = {
     "dcp": 9,
     "checkpointer": 10,
     "dropin": 10,
+    "opened": 10,
     "integrations": 11,
     "__main__": 11,
 }
@@ -59,6 +60,7 @@ PURE = {
     "policy/observation",
     "policy/tuner",
     "commit/phases",
+    "opened/picked",
     "recovery/plan",
     "shards/assign",
     "shards/byte_spans",

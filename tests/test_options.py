@@ -14,6 +14,7 @@ from dcp_checkfreq import (
     Checkpointer,
     find_latest_valid,
     load_part,
+    open_checkpoint,
 )
 from dcp_checkfreq.runtime import options
 from dcp_checkfreq.testing import ManualClock, MemoryTier
@@ -27,6 +28,7 @@ TABLES = {
     CheckFreqReader.__init__: options.READER,
     find_latest_valid: options.FIND_LATEST_VALID,
     load_part: options.LOAD_PART,
+    open_checkpoint: options.OPEN_CHECKPOINT,
 }
 CALLS = {
     "Checkpointer": (
@@ -46,6 +48,10 @@ CALLS = {
         lambda root, **given: load_part(
             **{"path": root, "name": "w", "into": torch.nn.Linear(1, 1)} | given
         ),
+    ),
+    "open_checkpoint": (
+        options.OPEN_CHECKPOINT,
+        lambda root, **given: open_checkpoint(**{"path": root} | given),
     ),
 }
 OTHER = object()
@@ -83,6 +89,7 @@ BAD = {
     "direct_io": FLAG,
     "overlap": [7, "adam", [torch.nn.Linear(1, 1)], [None], {"a": 1}, OTHER],
     "verify": FLAG,
+    "map_files": FLAG,
     "known": ["x", [1, 2], (1,), OTHER],
     "agreement": [True, OTHER],
     "depth": [*WORD, "sizes"],

@@ -20,6 +20,10 @@ PUBLIC = {
     "CheckFreqLoadPlanner",
     "find_latest_valid",
     "load_part",
+    "open_checkpoint",
+    "OpenedCheckpoint",
+    "LazyTensor",
+    "LazyValue",
     "Found",
     # the error tree
     "CheckFreqError",

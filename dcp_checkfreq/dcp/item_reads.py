@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -39,7 +40,7 @@ class ItemRead:
 
 
 class ItemReads:
-    """The reads of one checkpoint.
+    """The reads of one checkpoint. Several threads may plan.
 
     Args:
         metadata: of DCP.
@@ -79,9 +80,7 @@ class ItemReads:
             StateMismatch: an item cannot be read into its target.
             DtypeDiffers: targets have other dtypes.
         """
-        entries: dict[MetadataIndex, StorageInfo] = self._metadata.storage_data
-        places = dict(zip(entries, enumerate(entries.values()), strict=True))
-        starts = digest_starts(self._record.columns) if self._record else []
+        places, starts = self._places, self._starts
         if not isinstance(planner, CheckFreqLoadPlanner):  # which has checked its plan
             check_covered(plan, planner, self._metadata, self._where)
         jobs: list[ItemRead] = []
@@ -132,6 +131,16 @@ class ItemReads:
         if differing and not self._allow_dtype_cast:
             raise DtypeDiffers(self._where, differing)
         return jobs
+
+    @functools.cached_property
+    def _places(self) -> dict[MetadataIndex, tuple[int, StorageInfo]]:
+        """Number and place of each item, by its index."""
+        entries: dict[MetadataIndex, StorageInfo] = self._metadata.storage_data
+        return dict(zip(entries, enumerate(entries.values()), strict=True))
+
+    @functools.cached_property
+    def _starts(self) -> list[int]:
+        return digest_starts(self._record.columns) if self._record else []
 
     def _tensor_job(
         self,

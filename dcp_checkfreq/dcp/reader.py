@@ -19,19 +19,19 @@ from torch.futures import Future
 
 from dcp_checkfreq.dcp.boundary import tells_errors
 from dcp_checkfreq.dcp.item_reads import ItemRead, ItemReads
+from dcp_checkfreq.dcp.wanted_planner import WantedPlanner
 from dcp_checkfreq.errors import (
     BrokenMetadata,
     BrokenShard,
     CheckFreqError,
     LoadFailed,
 )
-from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Record
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.ranks.watchdog import Watchdog
-from dcp_checkfreq.recovery.files import content_of
+from dcp_checkfreq.recovery.files import read_metadata
 from dcp_checkfreq.runtime import options
 from dcp_checkfreq.runtime.clock import SystemClock
 from dcp_checkfreq.runtime.gc_paused import collector_held
@@ -135,8 +135,7 @@ class CheckFreqReader(StorageReader):
         """Read and check ``.metadata``.
 
         Raises:
-            BrokenMetadata: missing, cut short, damaged, or not a checkpoint's.
-            NewerFormat: written by a newer version of this package.
+            BrokenMetadata, NewerFormat: see `recovery.files.read_metadata`.
         """
         # DCP asks again with a rank when this failed, for checkpoints without a coordinator.
         rank = kwargs.get("rank")
@@ -158,14 +157,7 @@ class CheckFreqReader(StorageReader):
 
     def _read_metadata(self, rank: int | None) -> tuple[Metadata, Record | None]:
         name = names.METADATA if rank is None else f"__{rank}{names.METADATA}"
-        try:
-            content = content_of(self._tier, name)
-        except FileNotFoundError as error:
-            raise BrokenMetadata(self._tier.location, f"there is no {name}") from error
-        except OSError as error:
-            raise BrokenMetadata(self._tier.location, f"{name}: {error}") from error
-        with collector_held():
-            return metadata_format.load(content, self._tier.location)
+        return read_metadata(self._tier, name)
 
     # DCP passes rank and use_collectives only to a parameter that is named `kwargs`.
     @tells_errors(LoadFailed, "planning")
@@ -200,10 +192,18 @@ class CheckFreqReader(StorageReader):
             UnsafePickle: a byte item needs code; tensors may be loaded already.
             BrokenShard: see there for what became of the targets.
         """
+        try:
+            return self._read_data(plan, planner)
+        except BrokenShard as error:
+            if isinstance(planner, WantedPlanner):
+                raise error.before_the_state() from error
+            raise
+
+    def _read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         if self._share_reads and self._agreement is None:
             self._agreement = Ranks()
             try:
-                return self.read_data(plan, planner)
+                return self._read_data(plan, planner)
             finally:
                 self._agreement.close()
                 self._agreement = None

@@ -8,6 +8,7 @@ from dcp_checkfreq.errors import BrokenMetadata, LoadFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format.index import Record
 from dcp_checkfreq.format.names import METADATA
+from dcp_checkfreq.runtime.gc_paused import collector_held
 from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, OddFile, Tier, read_small
 
 
@@ -23,6 +24,23 @@ def content_of(folder: Tier, name: str = METADATA) -> bytes:
         return read_small(folder, name, at_most_bytes=LARGEST_SMALL_FILE_BYTES)
     except (OddFile, IsADirectoryError) as error:
         raise BrokenMetadata(folder.location, f"{name}: {error.strerror or error}") from error
+
+
+def read_metadata(folder: Tier, name: str = METADATA) -> tuple[Metadata, Record | None]:
+    """Return what a folder's ``.metadata`` says; the record is None for one of stock DCP.
+
+    Raises:
+        BrokenMetadata: missing, cut short, damaged, or not a checkpoint's.
+        NewerFormat: written by a newer version of this package.
+    """
+    try:
+        content = content_of(folder, name)
+    except FileNotFoundError as error:
+        raise BrokenMetadata(folder.location, f"there is no {name}") from error
+    except OSError as error:
+        raise BrokenMetadata(folder.location, f"{name}: {error}") from error
+    with collector_held():
+        return metadata_format.load(content, folder.location)
 
 
 def files_of(metadata: Metadata, record: Record | None) -> frozenset[str]:

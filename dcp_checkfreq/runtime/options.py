@@ -200,6 +200,13 @@ LOAD_PART: Rules = {
     "threads": whole(1),
     "storage_options": OPTIONS.or_none(),
 }
+OPEN_CHECKPOINT: Rules = {
+    "path": ANYTHING,  # see `open_tier`
+    "verify": FLAG,
+    "map_files": FLAG,
+    "threads": whole(1),
+    "storage_options": OPTIONS.or_none(),
+}
 SAVE: Rules = {"wait": FLAG, "check_replicas": FLAG}
 AFTER_STEP: Rules = {"step": whole(0).or_none()}
 

@@ -56,8 +56,33 @@ def listed(names: Iterable[str]) -> str:
     return f"{shown} and {len(known) - 3} more" if len(known) > 3 else shown
 
 
+def told_damage(want: Want, data: memoryview, digests: Sequence[int], key: str) -> str | None:
+    """Return which block of what was read fails its digest, or None.
+
+    Args:
+        want: what was to be read.
+        data: bytes ``[want.start, want.stop)`` of the payload.
+        digests: of all blocks of the payload; none: it has none.
+        key: whose bytes these are, for people.
+    """
+    if not digests:
+        return None
+    first = want.start // want.block
+    bad = first_bad_block(data, want.block, digests[first : first - (-len(data) // want.block)])
+    if bad is None:
+        return None
+    start = bad * want.block
+    block = data[start : start + want.block]
+    at = want.payload_offset + want.start + start
+    return (
+        f"{want.file} fails its digest in the block at byte {at}: block {first + bad + 1} of "
+        f"{len(digests)} of {key}, bytes [{at}, {at + len(block)}), was saved with "
+        f"{ALGORITHM} {digests[first + bad]:016x}, there is {digest(block):016x}"
+    )
+
+
 class Fetcher:
-    """Reads from the files of one checkpoint. Close it when done.
+    """Reads from the files of one checkpoint. Close it when done; several threads may fetch.
 
     Args:
         tier: folder of the checkpoint.
@@ -141,12 +166,14 @@ class Fetcher:
         reader = self._open.get(file)
         if reader is None:
             try:
-                reader = look_again(self._tier, lambda: self._tier.open(file), self._clock)
-                self._open[file] = reader
+                opened = look_again(self._tier, lambda: self._tier.open(file), self._clock)
             except FileNotFoundError as error:
                 raise self._broken(f"{file} is missing, {job.held(file)}") from error
             except OSError as error:
                 raise self._broken(f"{file}: {error}, {job.held(file)}") from error
+            reader = self._open.setdefault(file, opened)
+            if reader is not opened:  # another thread was quicker
+                opened.close()
             expected = self._sizes.get(file, reader.size_bytes)
             if reader.size_bytes != expected:
                 raise self._broken(
@@ -177,26 +204,14 @@ class Fetcher:
             for want in window.wants:
                 begin = want.payload_offset + want.start - window.start
                 data = memory[begin : begin + want.stop - want.start]
-                self._check(window.file, want, data, job)
+                self._check(want, data, job)
                 job.targets[want.ticket].take(want, data)
         return size
 
-    def _check(self, file: str, want: Want, data: memoryview, job: _Fetch) -> None:
-        digests = job.digests[want.ticket]
-        if not digests:
-            return
-        first = want.start // want.block
-        bad = first_bad_block(data, want.block, digests[first : first - (-len(data) // want.block)])
-        if bad is None:
-            return
-        start = bad * want.block
-        block = data[start : start + want.block]
-        at = want.payload_offset + want.start + start
-        raise self._broken(
-            f"{file} fails its digest in the block at byte {at}: block {first + bad + 1} of "
-            f"{len(digests)} of {job.key(want)}, bytes [{at}, {at + len(block)}), was saved with "
-            f"{ALGORITHM} {digests[first + bad]:016x}, there is {digest(block):016x}"
-        )
+    def _check(self, want: Want, data: memoryview, job: _Fetch) -> None:
+        problem = told_damage(want, data, job.digests[want.ticket], job.key(want))
+        if problem is not None:
+            raise self._broken(problem)
 
     def close(self) -> None:
         """Close the files."""

@@ -24,17 +24,20 @@ class TensorTarget:
         shape: of the saved chunk.
         dtype: of the saved chunk.
         span: where the box is in the chunk, in elements.
+
+    Attributes:
+        shape, dtype: of the saved chunk.
+        start_bytes, stop_bytes: of the span in the chunk.
     """
 
     def __init__(
         self, tensor: torch.Tensor, shape: tuple[int, ...], dtype: torch.dtype, span: Span
     ) -> None:
         self._tensor = tensor.detach()
-        self._shape = shape
-        self._start_bytes = span.start * dtype.itemsize
-        self._stop_bytes = span.stop * dtype.itemsize
+        self.shape, self.dtype = shape, dtype
+        self.start_bytes = span.start * dtype.itemsize
+        self.stop_bytes = span.stop * dtype.itemsize
         self._lock = threading.Lock()
-        self._dtype = dtype
         self._direct = (
             span.dense
             and tensor.is_cpu
@@ -46,7 +49,7 @@ class TensorTarget:
 
     def start_over(self) -> None:
         """Forget what was taken: the same bytes will come again, from elsewhere."""
-        self._missing_bytes = self._stop_bytes - self._start_bytes
+        self._missing_bytes = self.stop_bytes - self.start_bytes
         self._scratch: torch.Tensor | None = None
         # Scratch is made when bytes are there: by then the file was seen to have as many.
         self._memory = bytes_of(self._tensor) if self._direct else None
@@ -58,27 +61,27 @@ class TensorTarget:
 
     def take(self, want: Want, data: memoryview) -> None:
         """Take payload bytes ``[want.start, want.stop)``; those outside of the box are dropped."""
-        start = max(want.start, self._start_bytes)
-        stop = min(want.stop, self._stop_bytes)
+        start = max(want.start, self.start_bytes)
+        stop = min(want.stop, self.stop_bytes)
         if start >= stop:
             return
         memory = self._memory
         if memory is None:
             memory = self._made_scratch()
-        copy_bytes(memory, start - self._start_bytes, data, start - want.start, stop - start)
+        copy_bytes(memory, start - self.start_bytes, data, start - want.start, stop - start)
         with self._lock:
             self._missing_bytes -= stop - start
             done = not self._missing_bytes
         if done and self._scratch is not None:
-            box = self._scratch.as_strided(self._tensor.shape, strides_of(self._shape))
+            box = self._scratch.as_strided(self._tensor.shape, strides_of(self.shape))
             self._tensor.copy_(box)
             self._scratch = None
 
     def _made_scratch(self) -> memoryview:
         with self._lock:
             if self._memory is None:
-                elements = (self._stop_bytes - self._start_bytes) // self._dtype.itemsize
-                self._scratch = torch.empty(elements, dtype=self._dtype)
+                elements = (self.stop_bytes - self.start_bytes) // self.dtype.itemsize
+                self._scratch = torch.empty(elements, dtype=self.dtype)
                 self._memory = bytes_of(self._scratch)
             return self._memory
 

@@ -65,8 +65,9 @@ def test_an_explicit_step_whose_bytes_are_damaged_is_an_error_and_no_other_is_ta
     shard.write_bytes(content)
     state = {"w": torch.zeros(50_000), "note": ""}
     with Checkpointer(tmp_path, state, every=1) as ckpt:
-        with pytest.raises(BrokenShard):
+        with pytest.raises(BrokenShard, match=r"block.*Nothing was loaded"):
             ckpt.restore(2)
+        assert not state["w"].any()
         with pytest.raises(StepNotFound, match="digest"):
             ckpt.restore(2, depth="digest")
         assert ckpt.restore().step == 3

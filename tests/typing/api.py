@@ -29,7 +29,10 @@ from dcp_checkfreq import (
     DtypeDiffers,
     Found,
     ItemsMissing,
+    LazyTensor,
+    LazyValue,
     LoadFailed,
+    OpenedCheckpoint,
     PerRank,
     RecoveryFailed,
     ReplicasDiffer,
@@ -37,6 +40,7 @@ from dcp_checkfreq import (
     SaveFailed,
     UnsupportedState,
     find_latest_valid,
+    open_checkpoint,
 )
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
 from dcp_checkfreq.storage.local.tier import LocalTier
@@ -86,6 +90,21 @@ def newest(root: str) -> CheckFreqReader | None:
     path: os.PathLike[str] = found
     del path
     return CheckFreqReader(found)
+
+
+def look_into(path: Path) -> torch.Tensor:
+    with open_checkpoint(path, verify=True, map_files=False, threads=4) as opened:
+        assert_type(opened, OpenedCheckpoint)
+        assert_type(opened.step, int | None)
+        for key, one in opened.items():
+            assert_type(key, str)
+            if isinstance(one, LazyValue):
+                del key
+            else:
+                assert_type(one, LazyTensor)
+                assert_type(one.shape, torch.Size)
+                assert_type(one[3, ..., 1:2], torch.Tensor)
+        return opened.tensors()["w"].tensor()
 
 
 def train(
