@@ -1,7 +1,10 @@
 """DTensors of every kind, and wrappers in them, come back as they were, also to other ranks."""
 
 import pytest
+import torch
 from launch import start, values
+
+from dcp_checkfreq import find_latest_valid, open_checkpoint
 
 pytestmark = [pytest.mark.dist, pytest.mark.slow, pytest.mark.timeout(400)]
 
@@ -39,6 +42,29 @@ def test_every_placement_and_wrapper_comes_back(two):
 
 def test_they_come_back_to_one_rank(one):
     assert values(one["dtensors_through_checkpointer"]) == [[]]
+
+
+def test_they_are_opened_in_whole_and_in_part_without_ranks(shared, two):
+    shapes = {
+        "uneven": (5, 3),
+        "empty": (1, 3),
+        "columns": (3, 5),
+        "copies": (3, 5),
+        "qkv": (12, 3),
+        "qkv_uneven": (7, 2),
+        "qkv_columns": (2, 12),
+    }
+    with open_checkpoint(find_latest_valid(shared / "dtensors")) as opened:
+        for name, shape in shapes.items():
+            elements = torch.Size(shape).numel()
+            saved = torch.arange(3, 3 + elements, dtype=torch.float32).reshape(shape)
+            lazy = opened[f"model.{name}"]
+            assert torch.equal(lazy.tensor(), saved)
+            assert torch.equal(lazy[-1], saved[-1])
+            assert torch.equal(lazy[..., 1:], saved[..., 1:])
+        tensors = opened.tensors().items()
+        inner = [list(one.shape) for key, one in tensors if key.startswith("model.two.")]
+        assert inner == [[4, 3], [4, 3]]
 
 
 def test_a_fresh_optimizer_gets_its_state_sharded_as_it_was(two):
