@@ -1,11 +1,11 @@
-"""Run DLIO's checkpoint workload (the engine of MLPerf Storage) by three mechanisms, interleaved.
+"""Run DLIO's checkpoint workload (the engine of MLPerf Storage) by four mechanisms, interleaved.
 
 python integration/conformance/dlio.py --source ~/dlio_benchmark      a checkout of argonne-lcf's
 python integration/conformance/dlio.py --source ... --quick           shows that it runs
 
-DLIO's own `torch.save`, which does not sync, stock DCP and ours, which do. It has a virtual
-environment of its own in out/, which sees the torch of this one. Between writing and reading, pages
-are dropped from memory where that is allowed.
+DLIO's own `torch.save`, which does not sync, and the same synced; stock DCP and ours, which sync.
+It has a virtual environment of its own in out/, which sees the torch of this one. Between writing
+and reading, pages are dropped from memory where that is allowed.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ PACKAGES = (  # of its requirements what the checkpoint workload with pytorch im
     "pyyaml", "pydftracer",
 )  # fmt: skip
 MECHANISMS = {
-    "torch.save of DLIO": None,
+    "torch.save of DLIO, not synced": None,
+    "torch.save of DLIO, synced": "dlio_mechanisms.SyncedTorchSave",
     "stock DCP": "dlio_mechanisms.StockDCP",
     "ours": "dlio_mechanisms.CheckFreqDCP",
 }

@@ -1,7 +1,7 @@
 """DLIO's checkpoint workload by `dcp.save` and `dcp.load`: stock's classes, and ours.
 
 For its option ``checkpoint.checkpoint_mechanism_classname``: the same tensors on the same ranks as
-DLIO's own mechanism has, which is `torch.save`, and the same timer around them. These two sync:
+DLIO's own mechanism has, which is `torch.save`, and the same timer around them. All of these sync:
 DLIO e1919d7 does not, as its option for it sets another name than the one that is read.
 """
 
@@ -16,10 +16,14 @@ from dlio_benchmark.checkpointing.pytorch_checkpointing import PyTorchCheckpoint
 from dlio_benchmark.utils.utility import DLIOMPI
 
 
-class StockDCP(PyTorchCheckpointing):
-    """Stock's `FileSystemWriter` and `FileSystemReader`."""
+class SyncedTorchSave(PyTorchCheckpointing):
+    """DLIO's own `torch.save`, with the fsync of each file that its option asks for."""
 
     _instance: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.args.checkpoint_fsync = True
 
     @classmethod
     def get_instance(cls) -> Any:
@@ -27,6 +31,12 @@ class StockDCP(PyTorchCheckpointing):
         if cls._instance is None:
             cls._instance = cls()
         return cls._instance
+
+
+class StockDCP(SyncedTorchSave):
+    """Stock's `FileSystemWriter` and `FileSystemReader`."""
+
+    _instance: Any = None
 
     def __init__(self) -> None:
         super().__init__()

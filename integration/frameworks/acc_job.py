@@ -7,19 +7,27 @@ import signal
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator, FullyShardedDataParallelPlugin, PartialState
 from accelerate.utils import DataLoaderConfiguration, DistributedType, set_seed
 
 from dcp_checkfreq import Checkpointer, dropin
-from dcp_checkfreq.data import ResumableIterator, RNGState
+from dcp_checkfreq.data import ResumableIterator, ResumableLoader, RNGState
 
 SAMPLES, EPOCHS = 32, 2
 
 
+def full(tensors):
+    whole = [getattr(one, "full_tensor", lambda one=one: one)() for one in tensors]
+    return [one.flatten().tolist() for one in whole]
+
+
 def digest(model):
-    state = model.state_dict()
-    full = [getattr(one, "full_tensor", lambda one=one: one)() for one in state.values()]
-    return [one.flatten().tolist() for one in full]
+    return full(model.state_dict().values())
+
+
+def moments(optimizer):
+    return full(one for of in optimizer.state.values() for one in of.values())
 
 
 def made():
@@ -38,9 +46,14 @@ def registered(job):
     )
     numbers = torch.arange(SAMPLES, dtype=torch.float32)
     data = torch.utils.data.TensorDataset(torch.stack([numbers, numbers.sin()], 1))
-    loader = torch.utils.data.DataLoader(data, batch_size=job.per_rank, shuffle=True)
+    ranks = {"rank": accelerator.process_index, "world_size": accelerator.num_processes}
+    if job.by_position:
+        size = job.per_rank * accelerator.num_processes
+        loader = ResumableLoader(data, global_batch=size, seed=1, **ranks)
+    else:
+        loader = torch.utils.data.DataLoader(data, batch_size=job.per_rank, shuffle=True)
     model, optimizer, schedule, loader = accelerator.prepare(*made(), loader)
-    batches = ResumableIterator(loader)
+    batches = loader if job.by_position else ResumableIterator(loader)
     parts = {"model": model, "optim": optimizer, "sched": schedule}
     parts |= {"data": batches, "rng": RNGState(seed=3), "epoch": 0}
     with Checkpointer(job.folder / "root", parts, every=3) as ckpt:
@@ -79,6 +92,8 @@ def saved_state(job):
     plugin = FullyShardedDataParallelPlugin(
         fsdp_version=2, state_dict_type="SHARDED_STATE_DICT", auto_wrap_policy="no_wrap"
     )
+    if "RANK" not in os.environ:  # one rank, without torchrun
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     # accelerate shards on GPUs only, although torch does it with gloo as well
     PartialState(cpu=True)
     PartialState._shared_state["distributed_type"] = DistributedType.MULTI_GPU
@@ -98,9 +113,10 @@ def saved_state(job):
             accelerator.save_state(str(folder))
         else:
             accelerator.load_state(str(folder))
+        at_save = digest(model), moments(optimizer)
         # the second step: the same random numbers, moments and rate, or it is another one
         step()
-    end = {"model": digest(model), "rate": schedule.get_last_lr()}
+    end = {"at save": at_save, "model": digest(model), "rate": schedule.get_last_lr()}
     torch.save(end, job.out / f"end{accelerator.process_index}.pt")
     accelerator.wait_for_everyone()
     if job.kill and not job.load:
@@ -115,6 +131,7 @@ def main():
     parser.add_argument("per_rank", type=int)
     parser.add_argument("--accumulate", type=int, default=1)
     parser.add_argument("--dispatch", action="store_true")
+    parser.add_argument("--by-position", action="store_true", help="a ResumableLoader")
     parser.add_argument("--kill", type=int, default=0)
     parser.add_argument("--state", action="store_true", help="save_state through the drop-in")
     parser.add_argument("--load", action="store_true")

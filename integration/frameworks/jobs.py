@@ -15,8 +15,8 @@ ROOT = HERE.parents[1]
 TIMEOUT_S = 150
 
 
-def run(script, *arguments, ranks=1, dies=False):
-    """Run a job to its end; ``dies``: it must be killed. Return its output."""
+def run(script, *arguments, ranks=1, dies=False, fails=False):
+    """Run a job to its end; it must be killed (``dies``), or fail. Return its output."""
     launch = [
         *("-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
         *("--master-addr", "127.0.0.1", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-backend", "c10d"),
@@ -42,7 +42,7 @@ def run(script, *arguments, ranks=1, dies=False):
             os.killpg(job.pid, signal.SIGKILL)
             said, _ = job.communicate()
             raise AssertionError(f"the job hangs\n{said[-5000:]}") from None
-    assert (job.returncode != 0) == dies, said[-8000:]
+    assert (job.returncode != 0) == (dies or fails), said[-8000:]
     if dies:
         assert job.returncode == -signal.SIGKILL or "SIGKILL" in said, said[-8000:]
     return said

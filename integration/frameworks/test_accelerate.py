@@ -1,6 +1,7 @@
 """What accelerate has prepared, as parts of a `Checkpointer`; its own saves by the drop-in."""
 
 import json
+import shutil
 
 import jobs
 import pytest
@@ -40,6 +41,43 @@ def test_prepared_parts_come_back_bit_for_bit(ranks, options, tmp_path):
         assert ends[0] == ends[1]
 
 
+@pytest.fixture(scope="module")
+def two_ranks(tmp_path_factory):
+    """Return two of a job that was killed in the second epoch: data by position, and replayed."""
+
+    def killed(name, *options):
+        folder = tmp_path_factory.mktemp(name)
+        jobs.run(JOB, folder, folder / "out", 4, *options, "--kill", 7, ranks=2, dies=True)
+        return folder
+
+    return killed("position", "--by-position"), killed("replayed")
+
+
+@pytest.mark.framework("accelerate", "other ranks")
+@pytest.mark.parametrize(("ranks", "per_rank"), [(1, 8), (4, 2)])
+def test_prepared_parts_go_on_with_other_ranks_and_every_sample_once(
+    two_ranks, tmp_path, ranks, per_rank
+):
+    shutil.copytree(two_ranks[0], tmp_path / "b")
+    out = tmp_path / "out"
+    jobs.run(JOB, tmp_path / "b", out, per_rank, "--by-position", ranks=ranks)
+    before, again = jobs.trained(tmp_path / "b" / "out"), jobs.trained(out)
+    assert min(again) == 7
+    jobs.assert_every_sample_once({**before, **again}, steps=8, per_epoch=4, samples=32)
+    rates = {step: rate for step, [(_loss, rate)] in said(out, 0).items()}
+    # as accelerate has it: a step counts once for each rank
+    assert rates == {
+        step: pytest.approx(0.01 * 0.97 ** (12 + ranks * (step - 6))) for step in (7, 8)
+    }
+
+
+def test_a_prepared_data_loader_has_no_place_for_other_ranks_in_an_epoch(two_ranks, tmp_path):
+    shutil.copytree(two_ranks[1], tmp_path / "b")
+    told = jobs.run(JOB, tmp_path / "b", tmp_path / "out", 8, fails=True)
+    assert "DataStateError" in told
+    assert "the number of ranks was 2, now it is 1" in told
+
+
 @pytest.mark.framework("accelerate", "save_state by the drop-in")
 def test_save_state_with_sharded_states_goes_through_the_drop_in(tmp_path):
     job = JOB, tmp_path / "b", tmp_path / "first", 4, "--state"
@@ -53,3 +91,13 @@ def test_save_state_with_sharded_states_goes_through_the_drop_in(tmp_path):
     jobs.run(JOB, tmp_path / "b", tmp_path / "second", 4, "--state", "--load", ranks=2)
     ends = [torch.load(tmp_path / one / "end0.pt") for one in ("first", "second")]
     assert ends[0] == ends[1]
+
+
+@pytest.mark.framework("accelerate", "save_state on other ranks")
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_what_save_state_has_saved_is_loaded_on_other_ranks(tmp_path, ranks):
+    job = JOB, tmp_path / "b", tmp_path / "first", 4, "--state"
+    jobs.run(*job, "--kill", 1, ranks=2, dies=True)
+    jobs.run(JOB, tmp_path / "b", tmp_path / "second", 4, "--state", "--load", ranks=ranks)
+    ends = [torch.load(tmp_path / one / "end0.pt") for one in ("first", "second")]
+    assert ends[0]["at save"] == ends[1]["at save"]
