@@ -22,7 +22,12 @@ def parsed(arguments: Sequence[str]) -> argparse.Namespace:
     running.add_argument("-m", dest="is_module", action="store_true", help="SCRIPT is a module")
     running.add_argument("script", metavar="SCRIPT")
     running.add_argument("arguments", metavar="ARGS", nargs=argparse.REMAINDER)
-    return parser.parse_args(arguments)
+    # argparse would take a `--` of the script's for its own
+    end = next((at for at, text in enumerate(arguments) if at and not text.startswith("-")), None)
+    end = len(arguments) if end is None else end + 1
+    asked = parser.parse_args(arguments[:end])
+    asked.arguments = list(arguments[end:])
+    return asked
 
 
 if __name__ == "__main__":

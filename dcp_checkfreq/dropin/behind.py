@@ -124,12 +124,8 @@ class BehindReader(Behind):
     def begin(self, stock: FileSystemReader) -> CheckFreqReader | None:
         """Begin a load; return our reader, or None."""
         self.ours = self.metadata = None
-        if not self.may_be_ours:
-            return None
-        try:
-            place = place_of(stock)
-        except StaysStock as why:
-            tell_once(str(why))
+        place = self.place(stock)
+        if place is None:
             return None
         self.ours = CheckFreqReader(
             place.path,
@@ -138,6 +134,16 @@ class BehindReader(Behind):
             storage_options=place.storage_options or None,
         )
         return self.ours
+
+    def place(self, stock: FileSystemReader) -> Place | None:
+        """Return where it loads from; None: stock's own code does it, which is said once."""
+        if not self.may_be_ours:
+            return None
+        try:
+            return place_of(stock)
+        except StaysStock as why:
+            tell_once(str(why))
+            return None
 
 
 def behind_writer(stock: FileSystemWriter) -> BehindWriter:

@@ -72,7 +72,9 @@ def set_up_storage_reader(
 ) -> None:
     """Take over the metadata."""
     behind = behind_reader(reader)
-    if behind.ours is not None and behind.metadata is not metadata:
+    if behind.ours is None:
+        behind.place(reader)  # one that reads metadata in a way of its own has not said so yet
+    elif behind.metadata is not metadata:
         behind.ours = None  # it comes from somewhere else: stock believes it
     if behind.ours is not None and _is_transformed(metadata):
         tell_once("what was written through stream extensions is read by stock's FileSystemReader")

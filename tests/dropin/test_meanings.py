@@ -339,7 +339,9 @@ def test_hugging_face_storage_stays_stocks(tmp_path, caplog):
         got = loaded(state, HuggingFaceStorageReader(str(tmp_path)))
     assert same(got, state)
     assert list(tmp_path.glob("*.safetensors"))
-    assert any("HuggingFaceStorageWriter" in line for line in lines(caplog))
+    for name in ("HuggingFaceStorageWriter", "HuggingFaceStorageReader"):
+        assert [line for line in lines(caplog) if name in line]
+    assert len(lines(caplog)) == 2
 
 
 class OwnFinish(FileSystemWriter):

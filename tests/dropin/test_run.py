@@ -6,6 +6,8 @@ import sys
 
 import pytest
 
+from dcp_checkfreq.__main__ import parsed
+
 pytestmark = pytest.mark.slow  # processes that import torch
 
 TRAIN = """
@@ -96,6 +98,16 @@ def test_a_module_runs_as_with_python(folder):
     assert plain.returncode == ours.returncode == 7, ours.stderr
     assert ours.stdout == plain.stdout.replace("stock", "ours")
     assert is_ours(folder / "ours")
+
+
+@pytest.mark.parametrize(
+    "given", [["--", "x"], ["a", "--", "-m", "--"], ["-m", "b", "--help"], ["run", "-h"]]
+)
+def test_the_script_gets_its_arguments_as_they_are(given):
+    assert parsed(["run", "train.py", *given]).arguments == given
+    of_module = parsed(["run", "-m", "package.train", *given])
+    assert [of_module.script, *of_module.arguments] == ["package.train", *given]
+    assert of_module.is_module
 
 
 def test_what_is_not_there_is_said(folder):
