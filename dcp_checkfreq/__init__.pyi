@@ -4,6 +4,12 @@ from .checkpointer.checkpointer import Checkpointer as Checkpointer
 from .checkpointer.load_part import load_part as load_part
 from .checkpointer.memory_forecast import MemoryForecast as MemoryForecast
 from .checkpointer.restorer import Restored as Restored
+from .convert.from_files import import_files as import_files
+from .convert.to_safetensors import (
+    Exported as Exported,
+    export_safetensors as export_safetensors,
+)
+from .convert.to_torch_save import export_torch_save as export_torch_save
 from .dcp.find_latest import (
     Found as Found,
     find_latest_valid as find_latest_valid,

@@ -33,6 +33,7 @@ LEVELS = {
     "checkpointer": 10,
     "dropin": 10,
     "opened": 10,
+    "convert": 11,
     "integrations": 11,
     "__main__": 11,
 }
@@ -61,6 +62,8 @@ PURE = {
     "policy/tuner",
     "commit/phases",
     "opened/picked",
+    "convert/blocks",
+    "convert/safetensors_layout",
     "recovery/plan",
     "shards/assign",
     "shards/byte_spans",

@@ -12,7 +12,10 @@ from dcp_checkfreq import (
     CheckFreqReader,
     CheckFreqWriter,
     Checkpointer,
+    export_safetensors,
+    export_torch_save,
     find_latest_valid,
+    import_files,
     load_part,
     open_checkpoint,
 )
@@ -29,6 +32,9 @@ TABLES = {
     find_latest_valid: options.FIND_LATEST_VALID,
     load_part: options.LOAD_PART,
     open_checkpoint: options.OPEN_CHECKPOINT,
+    export_safetensors: options.EXPORT_SAFETENSORS,
+    export_torch_save: options.EXPORT_TORCH_SAVE,
+    import_files: options.IMPORT_FILES,
 }
 CALLS = {
     "Checkpointer": (
@@ -48,6 +54,18 @@ CALLS = {
         lambda root, **given: load_part(
             **{"path": root, "name": "w", "into": torch.nn.Linear(1, 1)} | given
         ),
+    ),
+    "export_safetensors": (
+        options.EXPORT_SAFETENSORS,
+        lambda root, **given: export_safetensors(**{"path": root, "to": "x"} | given),
+    ),
+    "export_torch_save": (
+        options.EXPORT_TORCH_SAVE,
+        lambda root, **given: export_torch_save(**{"path": root, "to": "x"} | given),
+    ),
+    "import_files": (
+        options.IMPORT_FILES,
+        lambda root, **given: import_files(**{"source": "x", "to": root} | given),
     ),
     "open_checkpoint": (
         options.OPEN_CHECKPOINT,
@@ -90,6 +108,12 @@ BAD = {
     "overlap": [7, "adam", [torch.nn.Linear(1, 1)], [None], {"a": 1}, OTHER],
     "verify": FLAG,
     "map_files": FLAG,
+    "prefix": [None, 7, b"model.", OTHER],
+    "part": [None, 7, b"model", OTHER],
+    "dtype": ["float32", 7, OTHER],
+    "max_file_bytes": [*WHOLE, 0, "5GB"],
+    "source": [None, 7, b"bytes", OTHER],
+    "to": [None, 7, b"bytes", OTHER],
     "known": ["x", [1, 2], (1,), OTHER],
     "agreement": [True, OTHER],
     "depth": [*WORD, "sizes"],

@@ -200,6 +200,47 @@ LOAD_PART: Rules = {
     "threads": whole(1),
     "storage_options": OPTIONS.or_none(),
 }
+
+
+def _renames(pair: tuple[object, object]) -> bool:
+    name, new = pair
+    return isinstance(name, str) and (new is None or isinstance(new, str))
+
+
+_TEXT = Rule("a text", lambda value: isinstance(value, str))
+_PATH = Rule("a path", lambda value: isinstance(value, str) or hasattr(value, "__fspath__"))
+_RENAME_EACH = Rule(
+    "a mapping of names to names, or a function of a name",
+    lambda value: isinstance(value, Mapping) or callable(value),
+    lambda value: callable(value) or all(map(_renames, value.items())),  # type: ignore[attr-defined]
+).or_none()
+EXPORT_SAFETENSORS: Rules = {
+    "path": ANYTHING,  # see `open_tier`
+    "to": FOLDER,
+    "prefix": _TEXT,
+    "rename": _RENAME_EACH,
+    "dtype": having("a floating-point dtype", "is_floating_point", "itemsize").or_none(),
+    "max_file_bytes": whole(1),
+    "threads": whole(1),
+    "storage_options": OPTIONS.or_none(),
+}
+EXPORT_TORCH_SAVE: Rules = {
+    "path": ANYTHING,
+    "to": _PATH,
+    "prefix": _TEXT,
+    "rename": _RENAME_EACH,
+    "allow_pickle": FLAG,
+    "storage_options": OPTIONS.or_none(),
+}
+IMPORT_FILES: Rules = {
+    "source": _PATH,
+    "to": FOLDER,
+    "part": _TEXT,
+    "rename": _RENAME_EACH,
+    "allow_pickle": FLAG,
+    "threads": whole(1),
+    "storage_options": OPTIONS.or_none(),
+}
 OPEN_CHECKPOINT: Rules = {
     "path": ANYTHING,  # see `open_tier`
     "verify": FLAG,

@@ -27,6 +27,7 @@ from dcp_checkfreq import (
     Checkpointer,
     CheckpointExists,
     DtypeDiffers,
+    Exported,
     Found,
     ItemsMissing,
     LazyTensor,
@@ -39,7 +40,10 @@ from dcp_checkfreq import (
     Restored,
     SaveFailed,
     UnsupportedState,
+    export_safetensors,
+    export_torch_save,
     find_latest_valid,
+    import_files,
     open_checkpoint,
 )
 from dcp_checkfreq.runtime.clock import Clock, SystemClock
@@ -105,6 +109,14 @@ def look_into(path: Path) -> torch.Tensor:
                 assert_type(one.shape, torch.Size)
                 assert_type(one[3, ..., 1:2], torch.Tensor)
         return opened.tensors()["w"].tensor()
+
+
+def convert(path: Path) -> None:
+    made = export_safetensors(path, "to", rename=lambda name: None, dtype=torch.bfloat16)
+    assert_type(made, Exported)
+    assert_type(made.left_out, tuple[str, ...])
+    assert_type(export_torch_save(path, Path("x.pt"), rename={"a": "b"}), int)
+    import_files("x.pt", path, part="")
 
 
 def train(
