@@ -107,7 +107,7 @@ def _of_safetensors(file: Path) -> dict[str, Any]:
         from safetensors import SafetensorError, safe_open
     except ImportError as error:
         raise ImportError(
-            "reading safetensors files needs the package: pip install safetensors"
+            "to read safetensors files: pip install 'dcp-checkfreq[safetensors]'"
         ) from error
     try:
         with safe_open(file, framework="pt") as opened:
