@@ -48,9 +48,11 @@ class CheckFreqError(Exception):
         fields = self.__reduce__()[1]
         assert isinstance(fields, tuple)
         why = getattr(self, "why", None)
-        if not fields or fields[-1] is not why or f"rank {rank}" in str(self):
+        places = [place for place, field in enumerate(fields) if field is why]
+        if why is None or not places or f"rank {rank}" in str(self):
             return self
-        return type(self)(*fields[:-1], f"rank {rank}: {why}")
+        place = places[-1]
+        return type(self)(*fields[:place], f"rank {rank}: {why}", *fields[place + 1 :])
 
 
 class BadLocation(CheckFreqError):
