@@ -20,10 +20,12 @@ TEXT = [
         (r'"cuda:0"', '"cpu"'),
         (r'"cpu:gloo,cuda:nccl"', '"gloo"'),
         (r'backend="nccl"', 'backend="gloo"'),
-        (r'(device|device_type)="cuda"', r'\1="cpu"'),
+        (r'(device|device_type) ?= ?"cuda"', r'\1="cpu"'),
+        (r"device=(self\.rank|dist\.get_rank\(\))", 'device="cpu"'),
         (r'device\("cuda"(, self\.rank)?\)', 'device("cpu")'),
         (r'(init_device_mesh|DeviceMesh)\(\s*"cuda"', r'\1("cpu"'),
         (r"\.cuda\((self\.rank|dist\.get_rank\(\)|[a-z_.]*)\)", '.to("cpu")'),
+        (r"min\(8, torch\.cuda\.device_count\(\)\)", "8"),  # of a mesh with 8 ranks
         (r"torch\.cuda\.device_count\(\)", str(RANKS)),
         (r"device_id=[^,)]*torch\.cuda\.current_device\(\)", "device_id=None"),
         (r"torch\.cuda\.set_device\([^)]*\)", "None"),
@@ -60,6 +62,7 @@ def patch_torch() -> None:
     common.MultiProcessTestCase._spawn_processes = _forked
     _sharded_tensors()
     _fsdp()
+    torch.Tensor.pin_memory = lambda self, *_: self  # it asks for an accelerator
     torch.accelerator.current_device_index = lambda: "cpu"  # ShardedTensor makes a device of it
 
 
