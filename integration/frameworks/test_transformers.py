@@ -6,6 +6,16 @@ import shutil
 
 import jobs
 import pytest
+import torch
+import transformers
+
+from dcp_checkfreq import (
+    Checkpointer,
+    export_safetensors,
+    find_latest_valid,
+    import_files,
+    load_part,
+)
 
 JOB = "hf_job.py"
 LAYOUTS = {
@@ -112,3 +122,36 @@ def test_a_job_that_is_done_trains_nothing_more(tmp_path, whole):
     assert jobs.trained(tmp_path / "out2") == {}
     at_end = jobs.end(tmp_path / "out2")["model"]
     jobs.assert_equal({"losses": [], "model": at_end}, {**jobs.end(whole("alone")), "losses": []})
+
+
+@pytest.mark.parametrize("max_file_bytes", [5_000_000_000, 60_000])
+def test_an_exported_model_is_what_from_pretrained_loads(tmp_path, max_file_bytes):
+    config = transformers.LlamaConfig(
+        vocab_size=64,
+        hidden_size=32,
+        intermediate_size=48,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+    )
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(config)
+    with Checkpointer(tmp_path / "run", {"model": model}) as ckpt:
+        ckpt.save(wait=True)
+    folder = tmp_path / "exported"
+    config.save_pretrained(folder)
+    made = export_safetensors(
+        find_latest_valid(tmp_path / "run"), folder, prefix="model.", max_file_bytes=max_file_bytes
+    )
+    assert (len(made.files) > 1) == (max_file_bytes == 60_000)
+    loaded, told = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, output_loading_info=True
+    )
+    assert not any(told.values())
+    for (name, got), wanted in zip(loaded.named_parameters(), model.parameters(), strict=True):
+        assert torch.equal(got, wanted), name
+    # and back: what `save_pretrained` writes becomes a checkpoint
+    loaded.save_pretrained(tmp_path / "theirs")
+    import_files(tmp_path / "theirs", tmp_path / "imported" / "step_0")
+    fresh = transformers.LlamaForCausalLM(config)
+    load_part(find_latest_valid(tmp_path / "imported"), "model", into=fresh)
+    assert torch.equal(fresh.lm_head.weight, model.lm_head.weight)
