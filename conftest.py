@@ -13,7 +13,7 @@ import os
 import shutil
 import tempfile
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -140,6 +140,22 @@ def pytest_runtest_makereport(
                 "make it quicker, or mark it slow"
             )
     return report
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _what_processes_leave_behind(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Keep temporary files of this process and its children in one folder, and remove it.
+
+    Launchers, processes that are killed and servers leave folders and sockets behind. The name is
+    short: the path of a socket has 108 bytes.
+    """
+    folder = tmp_path_factory.getbasetemp() / "t"
+    folder.mkdir()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr(tempfile, "tempdir", None)  # looked up anew
+        yield
+    shutil.rmtree(folder, ignore_errors=True)  # a process may be at its last file
 
 
 class _Took(NamedTuple):

@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import errno
 import json
+import os
 import random
 import shutil
 import signal
@@ -122,6 +123,7 @@ class Weed:
                     f"-s3.config={self.folder / 'identities.json'}",
                 ],
                 stdout=log, stderr=log, start_new_session=True,
+                env=os.environ | {"TMPDIR": str(self.folder)},  # logs of its own
             )  # fmt: skip
         self._wait_until_it_answers()
 
@@ -156,12 +158,9 @@ class Weed:
         """End the server, and only this one."""
         if self._process is not None:
             self._process.terminate()
-            try:
+            with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(2)  # its own way takes 10 s, and the data is dropped anyway
-            except subprocess.TimeoutExpired:
-                self._process.kill()
-                self._process.wait()
-            self._process = None
+            self.kill()
 
     def kill(self) -> None:
         """End the server without giving it time for anything."""
@@ -169,6 +168,18 @@ class Weed:
             self._process.kill()
             self._process.wait()
             self._process = None
+            for port in (*self._ports, self.port):
+                for socket_of_it in self._sockets(port):
+                    socket_of_it.unlink()
+
+    @staticmethod
+    def _sockets(port: int) -> list[Path]:
+        """Return the sockets that a server on a port has made; where, is not for us to choose."""
+        return [
+            path
+            for number in (port, port + 10_000)
+            for path in Path("/tmp").glob(f"seaweedfs-*-{number}.sock")
+        ]
 
     @property
     def cpu_s(self) -> float:

@@ -1,17 +1,16 @@
 """Case 05: real ranks and real signals.
 
-What a launcher has a part in runs under a real `torchrun`; the ranks of the others are forked.
+What a launcher has a part in runs under torch's own, in a fork (`forked_torchrun.py`).
 """
 
 import contextlib
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 
+import forked_torchrun
 import pytest
 from forked_ranks import ForkedRanks, free_port
 
@@ -22,41 +21,13 @@ pytestmark = [pytest.mark.dist, pytest.mark.slow]
 SCRIPT = Path(__file__).with_name("jobs_preemption.py")
 
 
-class Torchrun:
-    """A job that a real `torchrun` has started."""
-
-    def __init__(self, ranks, arguments, folder, launcher):
-        self.folder = folder
-        command = [
-            *(sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"),
-            *("--master-addr=127.0.0.1", f"--master-port={free_port()}", *launcher, SCRIPT),
-        ]
-        with open(folder / "torchrun.out", "wb") as out:
-            self.process = subprocess.Popen(
-                [*command, *arguments],
-                env=os.environ | {"OMP_NUM_THREADS": "1"},
-                stdout=out,
-                stderr=subprocess.STDOUT,
-            )
-
-    def wait(self):
-        return [self.process.wait(90)]
-
-    def is_running(self):
-        return self.process.poll() is None
-
-    def __enter__(self):
-        return self
-
-    def __exit__(self, *error):
-        """Kill it, and ranks that it did not; a pid counts while its script is this test's."""
-        self.process.kill()
-        self.process.wait()
-        for path in self.folder.glob("*.pid"):
-            with contextlib.suppress(OSError):
-                command = Path(f"/proc/{path.read_text()}/cmdline").read_bytes()
-                if str(self.folder).encode() in command:
-                    os.kill(int(path.read_text()), signal.SIGKILL)
+def kill_ranks(folder):
+    """Kill what a launcher that was killed has left; a pid counts while it is a fork of ours."""
+    for path in folder.glob("*.pid"):
+        with contextlib.suppress(OSError):
+            command = Path(f"/proc/{path.read_text()}/cmdline").read_bytes()
+            if b"rank_server" in command:
+                os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 class Running:
@@ -112,7 +83,12 @@ def start(tmp_path):
         def start(ranks, job, *, by="tcp", launcher=(), **options):
             arguments = [job, str(tmp_path), json.dumps(options)]
             if by == "torchrun":
-                started = Torchrun(ranks, arguments, tmp_path, launcher)
+                launched = [f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
+                launched += [f"--master-port={free_port()}", *launcher, SCRIPT]
+                started = ForkedRanks(
+                    forked_torchrun.SCRIPT, 1, [*launched, *arguments], tmp_path, timeout_s=90
+                )
+                stack.callback(kill_ranks, tmp_path)
             else:
                 method = {
                     "file": f"file://{tmp_path}/store",
@@ -155,7 +131,7 @@ def test_signals_to_all_ranks_stop_all_at_one_step(start):
 def test_the_launcher_hands_its_signal_on_and_all_ranks_stop_at_one_step(start):
     running = start(2, "until_told", by="torchrun")
     running.pids()
-    running.job.process.terminate()
+    os.kill(running.job.pids[0], signal.SIGTERM)
     codes, said = running.ended()
     one_step(said)
     assert codes != [0], "torchrun itself says that it got a signal"
@@ -167,7 +143,7 @@ def test_the_launcher_hands_on_other_signals_if_it_is_told_to(start):
         2, "until_told", by="torchrun", launcher=["--signals-to-handle=SIGTERM,SIGUSR1"]
     )
     running.pids()
-    running.job.process.send_signal(signal.SIGUSR1)
+    os.kill(running.job.pids[0], signal.SIGUSR1)
     _, said = running.ended()
     one_step(said)
     assert "SIGUSR1 on rank" in running.log(0)
