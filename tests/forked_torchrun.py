@@ -1,10 +1,9 @@
 """torchrun, and scripts that start it, without the imports: launcher and ranks are forks.
 
-`ForkedRanks(SCRIPT, 1, arguments)` is `torchrun *arguments`, and `ForkedRanks(SCRIPT, 1,
-[DRIVER, script, *arguments])` a script that starts jobs. What they start by `subprocess.Popen` with
-this Python, torchrun or a script, is a fork that has imported torch; the rest of them is as it is.
-Each saves 3 s of a core. That new interpreters do, too, is shown by `test_elastic.py`,
-`test_elastic_shrinks.py` and the tests of the pages.
+`ForkedRanks(SCRIPT, 1, arguments)` is `torchrun *arguments`, and `run_driver` runs a script that
+starts jobs. What they start with this Python, be it torchrun, its ranks or a script, is a fork that
+has imported torch; all else of them is as it is. Each saves 3 s of a core. New interpreters are
+started by `test_elastic_shrinks.py` and the tests of the pages.
 """
 
 import os
@@ -17,15 +16,29 @@ import sys
 import threading
 import traceback
 
+import torch.distributed.checkpoint  # noqa: F401  for the forks
+from forked_ranks import ForkedRanks
 from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 from torch.distributed.run import main as torchrun
+
+from dcp_checkfreq import Checkpointer  # noqa: F401  for the forks
 
 SCRIPT = __file__
 DRIVER = "--driver"
 TORCHRUN = ["-m", "torch.distributed.run"]
 ENDS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGQUIT)
+RANK = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR")  # what `ForkedRanks` says
 FIRST_FD = 3  # after stdin, stdout and stderr
 new_interpreter = subprocess.Popen
+
+
+def run_driver(folder, script, *arguments, timeout_s=280):
+    """Run a script that starts jobs; return its exit code and what it said."""
+    out = folder / "driver"
+    out.mkdir()
+    with ForkedRanks(SCRIPT, 1, [DRIVER, script, *arguments], out, timeout_s=timeout_s) as job:
+        (code,) = job.wait()
+    return code, (out / "0.out").read_text()
 
 
 def popen(args, **how):
@@ -109,17 +122,26 @@ def run(arguments):
         if arguments[: len(TORCHRUN)] == TORCHRUN:
             start_by(popen)
             torchrun(arguments[len(TORCHRUN) :])
+        elif arguments[0] == DRIVER:
+            start_by(popen)
+            for name in RANK:  # this is none
+                os.environ.pop(name, None)
+            run_script(*arguments[1:])
         else:
-            start_by(popen if arguments[0] == DRIVER else new_interpreter)
-            sys.argv = arguments[arguments[0] == DRIVER :]
-            sys.path.insert(0, os.path.dirname(sys.argv[0]))
-            runpy.run_path(sys.argv[0], run_name="__main__")
+            start_by(new_interpreter)
+            run_script(*arguments)
     except SystemExit as end:
         return end.code if isinstance(end.code, int) else int(end.code is not None)
     except BaseException:  # noqa: BLE001  as at the top of any program
         traceback.print_exc()
         return 1
     return 0
+
+
+def run_script(script, *arguments):
+    sys.argv = [script, *arguments]
+    sys.path.insert(0, os.path.dirname(script))
+    runpy.run_path(script, run_name="__main__")
 
 
 def start_by(how):

@@ -14,6 +14,10 @@ from typing import Any
 import pytest
 
 RUN = Path(__file__).with_name("run.py")
+sys.path.append(str(RUN.parents[2] / "tests"))
+
+from forked_torchrun import run_driver  # noqa: E402
+
 LONGEST_GAP_STEPS = 3  # docs/policy.md: now and then one interval is longer by so much
 SAVING_ARMS = {"stock_sync", "sync", "persist_overlap", "both_overlap"}
 
@@ -24,19 +28,14 @@ def experiment(tmp_path: Path, name: str) -> dict[str, Any]:
     """Run one experiment and check what all reports have."""
     work = tmp_path / "work"
     work.mkdir()
-    done = subprocess.run(
-        [sys.executable, RUN, name, "--quick", "--out", tmp_path, "--folder", work],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    code, said = run_driver(tmp_path, RUN, name, "--quick", "--out", tmp_path, "--folder", work)
+    assert code == 0, said
     assert list(work.iterdir()) == [], "checkpoints were left"
     report = json.loads((tmp_path / f"{name}-quick.json").read_text())
     assert report["schema"] == "dcp_checkfreq.policy/1"
     assert report["quick"]
     assert "a step that sleeps" in report["note"]
-    assert report["note"] in done.stdout
+    assert report["note"] in said
     assert {"hash", "dirty"} == set(report["git"])
     assert report["machine"]["cores"] >= 1
     assert report["versions"]["torch"]

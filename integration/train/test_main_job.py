@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -11,6 +10,10 @@ from typing import Any
 import pytest
 
 HERE = Path(__file__).resolve().parent
+sys.path.append(str(HERE.parents[1] / "tests"))
+
+from forked_torchrun import run_driver  # noqa: E402
+
 TINY = "--layers 2 --width 64 --heads 2 --length 32"
 JOB = "--steps 30 --every 5 --kills 10 20 --samples 110 --limit 120"
 
@@ -31,7 +34,7 @@ def test_a_job_killed_in_a_save_resumes_on_any_number_of_ranks(
     tmp_path: Path, ranks: tuple[int, int, int]
 ) -> None:
     first, second, third = ranks
-    result = run_driver(tmp_path, f"{JOB} {TINY} --ranks {first} {second} {third}")
+    result = run_run_driver(tmp_path, f"{JOB} {TINY} --ranks {first} {second} {third}")
 
     broken = [
         f"{run['name']}: {check['promise']} ({check['seen']})"
@@ -50,15 +53,11 @@ def test_a_job_killed_in_a_save_resumes_on_any_number_of_ranks(
     assert result["passed"]
 
 
-def run_driver(tmp_path: Path, flags: str) -> dict[str, Any]:
+def run_run_driver(tmp_path: Path, flags: str) -> dict[str, Any]:
     told = tmp_path / "result.json"
-    done = subprocess.run(
-        [sys.executable, HERE / "run_demo.py", "--out", tmp_path, "--json", told, *flags.split()],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert told.exists(), done.stdout + done.stderr
+    arguments = [HERE / "run_demo.py", "--out", tmp_path, "--json", told, *flags.split()]
+    code, said = run_driver(tmp_path, *arguments)
+    assert told.exists(), said
     result = json.loads(told.read_text())
-    assert (done.returncode == 0) == result["passed"], done.stdout + done.stderr
+    assert (code == 0) == result["passed"], said
     return result

@@ -35,7 +35,7 @@ from dcp_checkfreq.recovery import root_watch
 from dcp_checkfreq.testing import ManualClock, MemoryTier
 from dcp_checkfreq.testing.forwarding_tier import ForwardingTier
 
-LIVES = int(os.environ.get("LIVES", "200"))
+LIVES = int(os.environ.get("LIVES", "60"))
 KEEP_LAST = 2
 
 

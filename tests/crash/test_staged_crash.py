@@ -13,6 +13,9 @@ from dcp_checkfreq.testing import CrashTier, ManualClock, MemoryTier
 
 pytestmark = [pytest.mark.crash, pytest.mark.slow, pytest.mark.timeout(600)]
 
+# Calls 0, 3, 6 and so on; the others are `long`. At each call there is a power loss, below.
+EVERY_THIRD_CALL = [0, *(pytest.param(first, marks=pytest.mark.long) for first in (1, 2))]
+
 
 @pytest.fixture(scope="module")
 def child():
@@ -41,9 +44,12 @@ def look(folder):
     return elsewhere, here
 
 
-def test_a_kill_at_any_call_leaves_the_old_step_or_the_new_one_on_both_sides(child, tmp_path):
+@pytest.mark.parametrize("first", EVERY_THIRD_CALL)
+def test_a_kill_at_any_call_leaves_the_old_step_or_the_new_one_on_both_sides(
+    child, tmp_path, first
+):
     seen = []
-    for n in itertools.count():
+    for n in itertools.count(first, 3):
         folder = tmp_path / str(n)
         folder.mkdir()
         code, moment = child("save", n, folder)
@@ -68,8 +74,9 @@ def test_a_kill_in_the_midst_of_an_upload_costs_nothing_on_the_same_node(child, 
     assert look(tmp_path) == (2, 3)
 
 
-def test_a_kill_while_an_upload_is_being_finished_costs_nothing_either(child, tmp_path):
-    for n in itertools.count():
+@pytest.mark.parametrize("first", EVERY_THIRD_CALL)
+def test_a_kill_while_an_upload_is_being_finished_costs_nothing_either(child, tmp_path, first):
+    for n in itertools.count(first, 3):
         folder = tmp_path / str(n)
         folder.mkdir()
         assert child("upload", 1, folder)[0] == KILLED

@@ -388,8 +388,8 @@ def ranks_agree_beside_collectives(shared):
         shared / "agree_1",
         dist.get_rank(),
         at_least=20,
-        saves=60,
-        most_steps=4000,
+        saves=30,
+        most_steps=2000,
         collectives=True,
     )
 
@@ -402,7 +402,7 @@ def ranks_agree_whatever_their_clocks_say(shared):
         dist.get_rank(),
         at_least=3,
         saves=1000,
-        most_steps=400,
+        most_steps=240,
         collectives=True,
         wild=True,
     )
@@ -415,8 +415,8 @@ def ranks_agree_without_collectives(shared):
         shared / "agree_2",
         dist.get_rank(),
         at_least=40,
-        saves=140,
-        most_steps=8000,
+        saves=70,
+        most_steps=4000,
         collectives=False,
     )
 

@@ -10,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 
+import forked_torchrun
 import pytest
 
 from dcp_checkfreq import RankLost
@@ -96,7 +97,7 @@ def test_ranks_that_do_not_come_are_an_error_in_time():
 
 def run(folder, *strikes):
     command = [
-        *(sys.executable, "-m", "torch.distributed.run"),
+        *(sys.executable, forked_torchrun.SCRIPT),
         *("--standalone", "--nproc-per-node", "2", "--max-restarts", "3"),
         *("--monitor-interval", "0.2", str(JOB), str(folder), str(STEPS), *strikes),
     ]

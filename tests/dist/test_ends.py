@@ -39,7 +39,7 @@ class Slow(ForwardingTier):
         super().write_shard(*args)
 
 ending, at_work = threading.Event(), threading.Event()
-params = torch.nn.ParameterList([torch.full((3 << 20,), float(i)) for i in range(6)])
+params = torch.nn.ParameterList([torch.full((1 << 18,), float(i)) for i in range(6)])
 optim = torch.optim.SGD(params.parameters(), lr=0.1)
 ckpt = Checkpointer(Slow(LocalTier(root)), {"model": params, "optim": optim}, every=2, timeout_s=20)
 ckpt.restore()
