@@ -15,6 +15,7 @@ from arms_load import LOAD_ARMS
 from arms_save import SAVE_ARMS
 from harness import may_drop_caches
 from jobs_call import CALL_ARMS
+from jobs_convert import CONVERT_ARMS
 from launch import merge, run_workers
 from machine import REPOSITORY
 from report import make_report
@@ -111,6 +112,15 @@ def call_bench(options: Options) -> list[Report]:
     with options.scratch() as folder:
         result = run_workers(options.spec("call", folder, options.pick(CALL_ARMS)))
         return [options.report("call", str(options.ranks), folder, result)]
+
+
+def convert_bench(options: Options) -> list[Report]:
+    """Exports, and one tensor out of a checkpoint, from a cold page cache where permitted."""
+    cold = options.place != "tmpfs" and may_drop_caches()
+    with options.scratch() as folder:
+        arms = options.pick(CONVERT_ARMS)
+        result = run_workers(options.spec("convert", folder, arms, cold=cold))
+        return [options.report("convert", "1", folder, result, cold=cold)]
 
 
 def load_bench(options: Options) -> list[Report]:

@@ -21,6 +21,7 @@ from benches import (
     Report,
     async_bench,
     call_bench,
+    convert_bench,
     load_bench,
     reshard_bench,
     save_bench,
@@ -86,6 +87,15 @@ def call(
 ) -> None:  # fmt: skip
     """Starts of saves of a model and AdamW: seconds the loop is held up for, hardly any bytes."""
     _finish(call_bench(_options(state, place, folder, 1, repeats, scale, arms, seed)), out)
+
+
+@app.command()
+def convert(
+    out: Out, state: StateOf = StateName.gpt, place: PlaceOf = Place.disk, folder: Folder = None,
+    repeats: Repeats = 5, scale: ScaleOf = Scale.full, arms: Arms = "", seed: Seed = 0,
+) -> None:  # fmt: skip
+    """Exports to safetensors and `torch.save`, and one tensor out of a checkpoint."""
+    _finish(convert_bench(_options(state, place, folder, 1, repeats, scale, arms, seed)), out)
 
 
 @app.command()

@@ -11,6 +11,7 @@ from typing import Any
 from harness import Ranks
 from jobs_async import first_job, slowdown_job
 from jobs_call import call_job
+from jobs_convert import convert_job
 from jobs_data import data_job, resume_job
 from jobs_s3 import s3_load_job, s3_prepare_job, s3_save_job
 from jobs_staged import staged_job
@@ -25,6 +26,7 @@ JOBS: dict[str, Callable[[Spec, Ranks], dict[str, Any]]] = {
     "async_first": first_job,
     "async_slowdown": slowdown_job,
     "call": call_job,
+    "convert": convert_job,
     "s3_save": s3_save_job,
     "s3_prepare": s3_prepare_job,
     "s3_load": s3_load_job,

@@ -19,6 +19,10 @@ LOAD_ARMS = {
     "ours", "ours_own_planner", "stock", "stock_on_ours", "stock_fsspec", "torch_load",
     "safetensors", "limit_pread", "limit_direct",
 }  # fmt: skip
+CONVERT_ARMS = {
+    "export_safetensors", "export_torch_save", "stock_to_torch_save", "open_one", "stock_one",
+    "limit_read", "limit_write",
+}  # fmt: skip
 ASYNC_ARMS = {"ours", "ours_kept_planner", "stock", "stock_kept_stager"}
 DATA_ARMS = {
     "decode": {"dataloader", "ours_global", "ours_explicit", "ours_none"},
@@ -103,6 +107,11 @@ def test_call_measures_the_start_of_a_save_and_the_step_after_it(tmp_path):
     assert_sound(report, {"ours", "stock", "floor"})
     for metrics in report["arms"].values():
         assert set(metrics) == {"call_s", "next_step_s"}
+
+
+def test_convert_measures_exports_and_one_tensor_out_of_a_checkpoint(tmp_path):
+    _, (report,) = bench(tmp_path, "convert")
+    assert_sound(report, CONVERT_ARMS)
 
 
 def test_versus_measures_two_revisions_in_turns(tmp_path):
