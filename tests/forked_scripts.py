@@ -5,16 +5,17 @@ script: by its last line and the whole shutdown of the interpreter.
 """
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
+from forked_ranks import ForkedRanks
+
 DRIVER = """
-import json, os, sys, time
+import json, os, sys, time, warnings
+warnings.simplefilter("ignore")
 import torch, torch.distributed.checkpoint, dcp_checkfreq, dcp_checkfreq.data, dcp_checkfreq.testing
 torch.set_num_threads(1)
-torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))]).step()  # imports much more at its first use
+for name in ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR"):
+    del os.environ[name]
 folder, at_most_s = sys.argv[1], float(sys.argv[2])
 with open(folder + "/scripts.json") as file:
     scripts = json.load(file)
@@ -52,14 +53,13 @@ def run_scripts(scripts, folder, *, at_most_s=60):
     """
     folder = Path(folder)
     (folder / "scripts.json").write_text(json.dumps(scripts))
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", DRIVER, str(folder), str(at_most_s)],
-        capture_output=True,
-        text=True,
-        timeout=60 + at_most_s * len(scripts),
-        check=False,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    (folder / "driver.py").write_text(DRIVER)
+    out = folder / "driver"
+    out.mkdir()
+    timeout_s = 60 + at_most_s * len(scripts)
+    arguments = [folder, at_most_s]
+    with ForkedRanks(folder / "driver.py", 1, arguments, out, timeout_s=timeout_s) as driver:
+        codes = driver.wait()
+    assert codes == [0], (out / "0.out").read_text()
     codes = json.loads((folder / "codes.json").read_text())
     return {name: (codes[name], (folder / f"{name}.out").read_text()) for name in scripts}

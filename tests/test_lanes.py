@@ -1,5 +1,6 @@
 """The fast lane leaves out what the rules say, and fails what is slow and is not marked."""
 
+import os
 import re
 import shutil
 import subprocess
@@ -22,6 +23,14 @@ tried = []
 @given(st.integers())
 def test_few_examples(number):
     tried.append(number)
+
+def test_what_is_left_in_the_folder_for_temporary_files_is_removed():
+    import subprocess, sys, tempfile
+    leave = "import tempfile; print(tempfile.mkdtemp(prefix='left-'))"
+    left = subprocess.run([sys.executable, "-c", leave], capture_output=True, text=True).stdout
+    for folder in (left.strip(), tempfile.mkdtemp(prefix="left-")):
+        assert os.path.isdir(folder)
+        print("LEFT", folder)
 
 def test_few_were_tried():
     assert 1 <= len(tried) <= 10
@@ -72,6 +81,7 @@ FAILS = "tests/test_plain.py::test_fails"
 QUICK = {
     "tests/test_plain.py::test_few_examples",
     "tests/test_plain.py::test_few_were_tried",
+    "tests/test_plain.py::test_what_is_left_in_the_folder_for_temporary_files_is_removed",
     "tests/test_plain.py::test_some[one]",
     "tests/distance/test_tests_distance.py::test_it",
 }
@@ -130,6 +140,9 @@ def test_the_fast_lane_runs_what_is_quick_and_fails_what_is_slow_without_a_mark(
     assert "make it quicker, or mark it slow" in done.stdout
     assert f"{len(LEFT_OUT)} deselected" in done.stdout
     assert done.returncode == 1
+    left = re.findall(r"^LEFT (.*)", done.stdout, re.M)
+    assert len(left) == 2
+    assert not any(map(os.path.exists, left))
 
 
 @pytest.mark.slow

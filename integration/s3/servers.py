@@ -168,18 +168,13 @@ class Weed:
             self._process.kill()
             self._process.wait()
             self._process = None
-            for port in (*self._ports, self.port):
-                for socket_of_it in self._sockets(port):
-                    socket_of_it.unlink()
+            for path in self.sockets():
+                path.unlink()
 
-    @staticmethod
-    def _sockets(port: int) -> list[Path]:
-        """Return the sockets that a server on a port has made; where, is not for us to choose."""
-        return [
-            path
-            for number in (port, port + 10_000)
-            for path in Path("/tmp").glob(f"seaweedfs-*-{number}.sock")
-        ]
+    def sockets(self) -> list[Path]:
+        """Return the sockets in the file system that it has made; where, we cannot choose."""
+        ports = [number for port in {*self._ports, self.port} for number in (port, port + 10_000)]
+        return [path for port in ports for path in Path("/tmp").glob(f"seaweedfs-*-{port}.sock")]
 
     @property
     def cpu_s(self) -> float:

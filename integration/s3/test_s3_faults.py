@@ -421,7 +421,10 @@ def test_a_server_that_dies_in_mid_save_and_comes_back_gets_the_rest(tmp_path, m
     finally:
         restarted.wait(60)
         proxy.close()
+        sockets = weed.sockets()
         weed.kill()
+    assert sockets, "it makes some, and not where it was told to"
+    assert weed.sockets() == []
 
 
 def test_a_slow_server_shows_in_what_a_save_costs(proxy, root):

@@ -1,14 +1,12 @@
 """Case 17: a failed background save is told even if nobody asks."""
 
 import logging
-import subprocess
-import sys
-import textwrap
 
 import pytest
 import torch
+from forked_scripts import run_scripts
 
-from dcp_checkfreq import Checkpointer
+from dcp_checkfreq import Checkpointer, find_latest_valid
 from dcp_checkfreq.testing import Fault, FaultyTier, MemoryTier
 
 
@@ -32,36 +30,37 @@ def test_it_is_told_once(caplog):
     assert caplog.text.count("step 1 was not saved") == 1
 
 
-@pytest.mark.slow
-def test_a_script_that_never_closes_does_not_end_in_silence(tmp_path):
-    code = textwrap.dedent(
-        f"""
-        import warnings; warnings.simplefilter("ignore")
-        import torch
-        from dcp_checkfreq import Checkpointer
-        from dcp_checkfreq.storage.local.tier import LocalTier
-        from dcp_checkfreq.testing import Fault, FaultyTier
-        tier = FaultyTier(LocalTier({str(tmp_path)!r}), [Fault(verb="write_shard", error=28)])
-        Checkpointer(tier, {{"w": torch.ones(2)}}, every=1).after_step()
-        """
-    )
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
-    said = (ended.stdout + ended.stderr).decode()
+SCRIPTS = {
+    "fails": """
+import sys, torch
+from dcp_checkfreq import Checkpointer
+from dcp_checkfreq.storage.local.tier import LocalTier
+from dcp_checkfreq.testing import Fault, FaultyTier
+tier = FaultyTier(LocalTier(sys.argv[1]), [Fault(verb="write_shard", error=28)])
+Checkpointer(tier, {"w": torch.ones(2)}, every=1).after_step()
+""",
+    "works": """
+import sys, torch
+from dcp_checkfreq import Checkpointer
+Checkpointer(sys.argv[1], {"w": torch.ones(2)}, every=1).after_step()
+""",
+}
+
+
+@pytest.fixture(scope="module")
+def ended(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("ends")
+    said = run_scripts(SCRIPTS, folder)
+    return {name: (*said[name], folder / name) for name in SCRIPTS}
+
+
+def test_a_script_that_never_closes_does_not_end_in_silence(ended):
+    _, said, _ = ended["fails"]
     assert "step 1 was not saved" in said
     assert "No space left" in said
 
 
-@pytest.mark.slow
-def test_a_script_that_never_closes_still_publishes_its_last_save(tmp_path):
-    from dcp_checkfreq import find_latest_valid
-
-    code = textwrap.dedent(
-        f"""
-        import warnings; warnings.simplefilter("ignore")
-        import torch
-        from dcp_checkfreq import Checkpointer
-        Checkpointer({str(tmp_path)!r}, {{"w": torch.ones(2)}}, every=1).after_step()
-        """
-    )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
-    assert find_latest_valid(tmp_path, depth="digest").step == 1
+def test_a_script_that_never_closes_still_publishes_its_last_save(ended):
+    code, said, root = ended["works"]
+    assert code == 0, said
+    assert find_latest_valid(root, depth="digest").step == 1

@@ -3,15 +3,13 @@
 import errno
 import os
 import signal
-import subprocess
-import sys
-import textwrap
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from behaviour_tools import blank, cause_of, fails_with, files_in, load, same, save, some_state
+from forked_scripts import run_scripts
 from torch.distributed.checkpoint.api import CheckpointException
 
 from dcp_checkfreq import (
@@ -148,30 +146,39 @@ def test_files_left_by_a_larger_world_are_no_part_of_the_checkpoint(tmp_path):
 
 
 KILLED = """
-    import os, signal, sys, warnings
-    warnings.simplefilter("ignore")
-    import torch, torch.distributed.checkpoint as dcp
-    from dcp_checkfreq import CheckFreqWriter
-    from dcp_checkfreq.testing import at_disk_call
-    def die(name):
-        os.kill(os.getpid(), signal.SIGKILL)
-    new = {{f"w{{n}}": torch.full((1000,), 2.0) for n in range(4)}}
-    with at_disk_call({n}, "after", die):
-        dcp.save(new, storage_writer=CheckFreqWriter({path!r}, overwrite=True))
-    print("finished")
+import os, signal, sys, warnings
+warnings.simplefilter("ignore")
+import torch, torch.distributed.checkpoint as dcp
+from dcp_checkfreq import CheckFreqWriter
+from dcp_checkfreq.testing import at_disk_call
+def die(name):
+    os.kill(os.getpid(), signal.SIGKILL)
+new = {{f"w{{n}}": torch.full((1000,), 2.0) for n in range(4)}}
+with at_disk_call({n}, "after", die):
+    dcp.save(new, storage_writer=CheckFreqWriter(sys.argv[1], overwrite=True))
 """
+KILLED_AFTER = (1, 3, 5, 7)  # calls
+
+
+@pytest.fixture(scope="module")
+def killed(tmp_path_factory):
+    """Give the old values, and of each script its folder, exit code and output."""
+    folder = tmp_path_factory.mktemp("killed")
+    old = {f"w{k}": torch.full((1000,), 1.0) for k in range(4)}
+    for n in KILLED_AFTER:
+        save(old, folder / f"after {n}")
+    said = run_scripts({f"after {n}": KILLED.format(n=n) for n in KILLED_AFTER}, folder)
+    return old, {name: (folder / name, *ended) for name, ended in said.items()}
 
 
 @pytest.mark.crash
 @pytest.mark.slow
-@pytest.mark.parametrize("n", [1, 3, 5, 7])
-def test_a_kill_while_re_saving_leaves_the_old_checkpoint_or_the_new_one(tmp_path, n):
-    old = {f"w{k}": torch.full((1000,), 1.0) for k in range(4)}
-    save(old, tmp_path)
-    code = textwrap.dedent(KILLED.format(n=n, path=str(tmp_path)))
-    ended = subprocess.run([sys.executable, "-c", code], capture_output=True, timeout=120)
-    assert ended.returncode in (0, -signal.SIGKILL), ended.stderr.decode()
-    got = load(old, tmp_path)
+@pytest.mark.parametrize("n", KILLED_AFTER)
+def test_a_kill_while_re_saving_leaves_the_old_checkpoint_or_the_new_one(killed, n):
+    old, by_name = killed
+    folder, code, output = by_name[f"after {n}"]
+    assert code in (0, -signal.SIGKILL), output
+    got = load(old, folder)
     assert {value for tensor in got.values() for value in tensor.tolist()} in ({1.0}, {2.0})
 
 

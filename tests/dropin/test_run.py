@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from forked_scripts import run_scripts
 
 from dcp_checkfreq.__main__ import parsed
 
@@ -170,25 +171,48 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "asked"), [("000", "no"), ("101", "no"), ("011", "no"), ("001", "ended")]
-)
-def test_a_last_save_in_the_background_that_failed_is_seen_in_the_exit_code(folder, how, asked):
-    done = last(folder, how, asked)
-    assert done.stdout == "last line\n", done.stderr
-    assert done.returncode not in (0, None), done.stderr
-    assert "this process ends, and something was not saved" in done.stderr
-    assert "last-file" in done.stderr
-    assert is_ours(folder / "last-first")
+BY_RUN = [("000", "no")]
+BY_INSTALL = [("101", "no"), ("011", "no"), ("001", "ended")]
+HEARD = ("001", "heard")
 
 
-def test_one_whose_error_the_script_has_heard_is_the_scripts_matter(folder):
-    done = last(folder, "001", "heard")
-    assert done.stdout == "heard\nlast line\n", done.stderr
-    assert done.returncode == 0, done.stderr
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """Give the exit code, the output and the path of each that installs by itself."""
+    folder = tmp_path_factory.mktemp("installed")
+    scripts = {
+        " ".join(way): f"import sys; sys.argv += {[way[1], *way[0]]}\n{FAILS_LAST}"
+        for way in (*BY_INSTALL, HEARD)
+    }
+    said = run_scripts(scripts, folder)
+    return {name: (*said[name], folder / name) for name in scripts}
 
 
-def last(folder, how, asked):
+def last_of(folder, how, asked):
+    """Return what `installed` gives, of one that `python -m dcp_checkfreq run` runs."""
     (folder / "last.py").write_text(FAILS_LAST)
-    call = python if how[2] == "1" else run
-    return call("last.py", str(folder / "last"), asked, *how, cwd=folder)
+    done = run("last.py", str(folder / "last"), asked, *how, cwd=folder)
+    return done.returncode, done.stdout + done.stderr, folder / "last"
+
+
+def printed(said):
+    return [line for line in said.splitlines() if line in ("heard", "last line")]
+
+
+@pytest.mark.parametrize(("how", "asked"), [*BY_RUN, *BY_INSTALL])
+def test_a_last_save_in_the_background_that_failed_is_seen_in_the_exit_code(
+    folder, installed, how, asked
+):
+    is_run = (how, asked) in BY_RUN
+    code, said, path = last_of(folder, how, asked) if is_run else installed[f"{how} {asked}"]
+    assert printed(said) == ["last line"], said
+    assert code not in (0, None), said
+    assert "this process ends, and something was not saved" in said
+    assert f"{path.name}-file" in said
+    assert is_ours(path.with_name(f"{path.name}-first"))
+
+
+def test_one_whose_error_the_script_has_heard_is_the_scripts_matter(installed):
+    code, said, _ = installed[" ".join(HEARD)]
+    assert printed(said) == ["heard", "last line"], said
+    assert code == 0, said
