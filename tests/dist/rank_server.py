@@ -51,7 +51,7 @@ def become(rank, environment, folder):
     out = os.open(f"{folder}/{rank}.out", os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
     for fd, stands_for in ((nothing, 0), (out, 1), (out, 2)):
         os.dup2(fd, stands_for)
-    sys.stdin = open(0)  # noqa: SIM115  the server's has lines of its own in its buffer
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  the server's has lines of its own in its buffer
 
 
 def exit_codes(pids, timeout_s):
