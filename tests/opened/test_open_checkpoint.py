@@ -205,7 +205,7 @@ def test_a_damaged_block_is_named_and_the_others_are_read(tmp_path, maps):
     assert int((trusting.tensor() != ROWS).sum()) == 1
 
 
-@pytest.mark.parametrize("maps", [True, False])
+@pytest.mark.parametrize("maps", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("damage", ["gone", "cut", "a fifo", "a folder"])
 def test_a_file_that_is_not_what_was_saved_is_an_error(tmp_path, maps, damage):
     save(tmp_path, {"w": ROWS.clone()})
