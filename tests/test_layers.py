@@ -43,6 +43,7 @@ PURE = {
     "errors",
     "format/checked_json",
     "format/names",
+    "format/forms",
     "format/index",
     "format/opcodes",
     "format/texts",

@@ -19,6 +19,7 @@ from torch.futures import Future
 
 from dcp_checkfreq.dcp.boundary import tells_errors
 from dcp_checkfreq.dcp.item_reads import ItemRead, ItemReads
+from dcp_checkfreq.dcp.read_metadata import read_metadata
 from dcp_checkfreq.dcp.wanted_planner import WantedPlanner
 from dcp_checkfreq.errors import (
     BrokenMetadata,
@@ -31,7 +32,6 @@ from dcp_checkfreq.format.index import Record
 from dcp_checkfreq.ranks.collectives import Ranks
 from dcp_checkfreq.ranks.patience import Asking
 from dcp_checkfreq.ranks.watchdog import Watchdog
-from dcp_checkfreq.recovery.files import read_metadata
 from dcp_checkfreq.runtime import options
 from dcp_checkfreq.runtime.clock import SystemClock
 from dcp_checkfreq.runtime.gc_paused import collector_held
@@ -135,7 +135,7 @@ class CheckFreqReader(StorageReader):
         """Read and check ``.metadata``.
 
         Raises:
-            BrokenMetadata, NewerFormat: see `recovery.files.read_metadata`.
+            BrokenMetadata, NewerFormat: see `read_metadata`.
         """
         # DCP asks again with a rank when this failed, for checkpoints without a coordinator.
         rank = kwargs.get("rank")

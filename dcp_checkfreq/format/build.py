@@ -1,4 +1,4 @@
-"""DCP's metadata from stand-ins, every part of it checked: types, sizes, and that they agree.
+"""Metadata from stand-ins, every part of it checked: types, sizes, and that they agree.
 
 A caller may rely on the result: keys are texts, sizes are whole numbers that a file could
 have, a chunk lies inside of its tensor and has an entry that says where its bytes are, files are
@@ -8,7 +8,6 @@ advance (`_Budget`): a list of a million elements that is mentioned a million ti
 
 from __future__ import annotations
 
-import dataclasses
 import math
 import operator
 import pathlib
@@ -16,23 +15,12 @@ from collections import ChainMap, OrderedDict
 from itertools import chain, islice, repeat
 from typing import Any
 
-import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    StorageMeta,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-
 from dcp_checkfreq.format import stand_ins as made
+from dcp_checkfreq.format.forms import Forms
 from dcp_checkfreq.format.names import is_file_name
 from dcp_checkfreq.format.opcodes import DICT_MARK, OddPickle
 from dcp_checkfreq.format.stand_in_fields import columns_of, fields_of, kind_of, split, texts_and
 from dcp_checkfreq.format.texts import is_text, plain, shown
-from dcp_checkfreq.format.torch_private import MemoryFormat, StorageInfo
 
 LARGEST = 1 << 62  # no file, tensor or offset is larger; sums of two still fit 64 bits
 _MOST_DIMS = 255
@@ -41,14 +29,7 @@ _DEEPEST = 40
 _MOST_ODD_KEYS = 2000  # keys that are no texts can be made to collide, and are then compared
 _MOST_COLLIDING = 64  # so can offsets
 
-_FORMATS = {
-    MemoryFormat.TORCH_CONTIGUOUS_FORMAT: torch.contiguous_format,
-    MemoryFormat.TORCH_CHANNELS_LAST: torch.channels_last,
-    MemoryFormat.TORCH_PRESERVE_FORMAT: torch.preserve_format,
-}
 _PROPERTIES = set(range(5, 20))  # torch 2.15 has a sixth, which none before it knows
-_HAS_STRIDES = "strides" in {field.name for field in dataclasses.fields(TensorProperties)}
-_PROPERTY_TYPES = (torch.dtype, torch.layout, bool, MemoryFormat, bool)
 _LARGEST_ITEM_BYTES = 16
 
 
@@ -64,24 +45,25 @@ class _Budget:
             raise OddPickle("its parts mention each other too often")
 
 
-def metadata_of(body: bytes, attribute: str) -> tuple[Metadata, Any]:
+def metadata_of(body: bytes, attribute: str, forms: Forms) -> tuple[Any, Any]:
     """Return the metadata that a pickle holds, and what was in its ``attribute``, unchecked.
 
-    The latter is of builtins, None if there is none. Whether each chunk has an entry is up to
-    `lost_chunk`.
+    The former is made of the classes of ``forms``. The latter is of builtins, None if there is
+    none. Whether each chunk has an entry is up to `lost_chunk`.
 
     Raises:
         OddPickle: it is not DCP metadata, or contradicts itself.
     """
     budget = _Budget(len(body))
-    root = made.unpickled(body)
+    root = made.unpickled(body, forms)
     if type(root) is not made.MadeMetadata:
         raise OddPickle(f"it holds {kind_of(root)}, not DCP metadata")
     fields = fields_of(root, made.MadeMetadata)
-    metadata = Metadata(_kept_metadata(fields.pop("state_dict_metadata", None), budget))
-    metadata.storage_data = _entries(fields.pop("storage_data", None), budget)
+    kept = _kept_metadata(fields.pop("state_dict_metadata", None), budget, forms)
+    metadata = forms.metadata(kept)
+    metadata.storage_data = _entries(fields.pop("storage_data", None), budget, forms)
     meta = fields.pop("storage_meta", None)
-    metadata.storage_meta = None if meta is None else _storage_meta(meta)
+    metadata.storage_meta = None if meta is None else _storage_meta(meta, forms)
     record = fields.pop(attribute, None)
     if record is not None:
         record = _record(record)
@@ -91,8 +73,10 @@ def metadata_of(body: bytes, attribute: str) -> tuple[Metadata, Any]:
         del fields["planner_data"]
     if any(value is not None and type(value) is not str for value in fields.values()):
         # Of another planner than DCP's. What is a dict and what a list takes a second look.
-        marked = fields_of(made.unpickled(body, tell_dicts=True), made.MadeMetadata, marked=True)
-        fields = {name: _plain(marked[name], budget) for name in fields}
+        marked = fields_of(
+            made.unpickled(body, forms, tell_dicts=True), made.MadeMetadata, marked=True
+        )
+        fields = {name: _plain(marked[name], budget, forms) for name in fields}
     for name, value in fields.items():
         if not name.isidentifier() or name.startswith("__"):
             raise OddPickle(f"it has an attribute {shown(name)}")
@@ -106,13 +90,14 @@ def _record(flat: Any) -> dict[str, Any]:
     return {name: texts_and(v) if type(v) is list else v for name, v in record.items()}
 
 
-def lost_chunk(metadata: Metadata) -> str | None:
+def lost_chunk(metadata: Any) -> str | None:
     """Return the key of a chunk or value of which no entry says where it is; None: all have one."""
     wanted: list[tuple[str, Any]] = []
     values: list[str] = []
     for key, kept in metadata.state_dict_metadata.items():
-        if type(kept) is TensorStorageMetadata:
-            wanted += [(key, chunk.offsets) for chunk in kept.chunks]
+        chunks = getattr(kept, "chunks", None)
+        if chunks is not None:
+            wanted += [(key, chunk.offsets) for chunk in chunks]
         else:
             values.append(key)
     # Their hashes were looked at (`_refuse_collisions`), so a look-up among them is quick.
@@ -125,22 +110,22 @@ def lost_chunk(metadata: Metadata) -> str | None:
 # --- what is kept of each key --------------------------------------------------------------
 
 
-def _kept_metadata(flat: Any, budget: _Budget) -> dict[str, Any]:
+def _kept_metadata(flat: Any, budget: _Budget, forms: Forms) -> dict[str, Any]:
     kept = texts_and(flat)
     tensors = {key: thing for key, thing in kept.items() if type(thing) is made.MadeTensor}
     for key, thing in kept.items():
         if type(thing) is not made.MadeTensor and type(thing) is not made.MadeBytes:
             raise OddPickle(f"{shown(key)} is {kind_of(thing)}")
-    built = _tensors(list(tensors), list(tensors.values()), budget)
+    built = _tensors(list(tensors), list(tensors.values()), budget, forms)
     if len(built) == len(kept):
         return dict(zip(kept, built, strict=True))
     by_key = dict(zip(tensors, built, strict=True))
-    return {key: by_key.get(key) or BytesStorageMetadata() for key in kept}
+    return {key: by_key.get(key) or forms.value() for key in kept}
 
 
-def _tensors(keys: list[str], things: list[Any], budget: _Budget) -> list[TensorStorageMetadata]:
+def _tensors(keys: list[str], things: list[Any], budget: _Budget, forms: Forms) -> list[Any]:
     properties, dims, chunks = columns_of(things, made.MadeTensor, ["properties", "size", "chunks"])
-    sizes = _sizes(dims, budget)
+    sizes = _sizes(dims, budget, forms)
     largest = max(map(math.prod, sizes), default=0)
     if largest > LARGEST // _LARGEST_ITEM_BYTES:
         raise OddPickle("a tensor is larger than anything")
@@ -151,7 +136,7 @@ def _tensors(keys: list[str], things: list[Any], budget: _Budget) -> list[Tensor
     offsets, lengths = columns_of(
         list(chain.from_iterable(chunks)), made.MadeChunk, ["offsets", "sizes"]
     )
-    starts, extents = _sizes(offsets, budget), _sizes(lengths, budget)
+    starts, extents = _sizes(offsets, budget, forms), _sizes(lengths, budget, forms)
     wholes = list(chain.from_iterable(map(repeat, sizes, counts)))
     if not _all_inside(starts, extents, wholes):
         owners = chain.from_iterable(map(repeat, keys, counts))
@@ -161,16 +146,14 @@ def _tensors(keys: list[str], things: list[Any], budget: _Budget) -> list[Tensor
                 raise OddPickle(
                     f"a chunk of {extent} at {start} is not inside of {shown(key)}, {whole}"
                 )
-    boxes = map(ChunkStorageMetadata, starts, extents)
+    boxes = map(forms.chunk, starts, extents)
     return [
-        TensorStorageMetadata(kept, size, list(islice(boxes, count)))
-        for kept, size, count in zip(_properties(properties), sizes, counts, strict=True)
+        forms.tensor(kept, size, list(islice(boxes, count)))
+        for kept, size, count in zip(_properties(properties, forms), sizes, counts, strict=True)
     ]
 
 
-def _all_inside(
-    starts: list[torch.Size], extents: list[torch.Size], wholes: list[torch.Size]
-) -> bool:
+def _all_inside(starts: list[Any], extents: list[Any], wholes: list[Any]) -> bool:
     dims = list(map(len, wholes))
     if dims != list(map(len, starts)) or dims != list(map(len, extents)):
         return False
@@ -178,7 +161,7 @@ def _all_inside(
     return all(map(operator.le, map(operator.add, every(starts), every(extents)), every(wholes)))
 
 
-def _sizes(dims: list[Any], budget: _Budget) -> list[torch.Size]:
+def _sizes(dims: list[Any], budget: _Budget, forms: Forms) -> list[Any]:
     if not set(map(type, dims)) <= {tuple, list}:
         odd = next(one for one in dims if type(one) not in (tuple, list))
         raise OddPickle(f"{kind_of(odd)} is where a size should be")
@@ -186,7 +169,7 @@ def _sizes(dims: list[Any], budget: _Budget) -> list[torch.Size]:
         raise OddPickle("a tensor has too many dimensions")
     budget.spend(sum(map(len, dims)))
     _check_counts(list(chain.from_iterable(dims)))
-    return list(map(torch.Size, dims))
+    return list(map(forms.size, dims))
 
 
 def _check_counts(numbers: list[Any]) -> None:
@@ -198,20 +181,21 @@ def _check_counts(numbers: list[Any]) -> None:
         raise OddPickle(f"{shown(least if least < 0 else most)} is where a size should be")
 
 
-def _properties(things: list[Any]) -> list[TensorProperties]:
+def _properties(things: list[Any], forms: Forms) -> list[Any]:
     if not set(map(type, things)) <= {made.MadeProperties} or not set(map(len, things)) <= {1}:
         raise OddPickle("a tensor has no properties")
     states = list(chain.from_iterable(things))
     if not set(map(type, states)) <= {tuple} or not set(map(len, states)) <= _PROPERTIES:
         raise OddPickle("a tensor has other properties")
     columns = [list(map(operator.itemgetter(n), states)) for n in range(5)]
-    for column, kind in zip(columns, _PROPERTY_TYPES, strict=True):
+    kinds = (forms.dtype_type, forms.layout_type, bool, forms.encoding_type, bool)
+    for column, kind in zip(columns, kinds, strict=True):
         if not set(map(type, column)) <= {kind}:
             odd = next(one for one in column if type(one) is not kind)
             raise OddPickle(f"{kind_of(odd)} is where a {kind.__name__} should be")
-    columns[3] = [_FORMATS[memory_format] for memory_format in columns[3]]
-    built = list(map(TensorProperties, *columns)) if states else []
-    if _HAS_STRIDES:
+    columns[3] = [forms.memory_formats[encoding] for encoding in columns[3]]
+    built = list(map(forms.properties, *columns)) if states else []
+    if forms.has_strides:
         for properties, state in zip(built, states, strict=True):
             setattr(properties, "strides", _strides(state[5:]))  # noqa: B010  not in older torch
     return built
@@ -230,25 +214,25 @@ def _strides(rest: tuple[Any, ...]) -> tuple[int, ...] | None:
 # --- where the bytes are -------------------------------------------------------------------
 
 
-def _entries(flat: Any, budget: _Budget) -> dict[Any, Any] | None:
+def _entries(flat: Any, budget: _Budget, forms: Forms) -> dict[Any, Any] | None:
     if flat is None:
         return None
     keys, values = split(flat)
     budget.spend(len(keys))
-    indices = _indices(keys, budget)
+    indices = _indices(keys, budget, forms)
     _refuse_collisions([(index.fqn, index.offset) for index in indices])
-    return dict(zip(indices, _infos(values), strict=True))
+    return dict(zip(indices, _infos(values, forms), strict=True))
 
 
-def _indices(things: list[Any], budget: _Budget) -> list[MetadataIndex]:
+def _indices(things: list[Any], budget: _Budget, forms: Forms) -> list[Any]:
     keys, hints, offsets = columns_of(things, made.MadeIndex, ["fqn", "index", "offset"])
     if not set(map(type, keys)) <= {str}:
         raise OddPickle("the key of an entry is no text")
     _check_counts([hint for hint in hints if hint is not None])
-    starts = iter(_sizes([offset for offset in offsets if offset is not None], budget))
+    starts = iter(_sizes([one for one in offsets if one is not None], budget, forms))
     indices = []
     for key, hint, offset in zip(keys, hints, offsets, strict=True):
-        index = object.__new__(MetadataIndex)  # its own constructor looks at each number again
+        index: Any = object.__new__(forms.index)  # its own constructor looks at each number again
         fields = index.__dict__
         fields["fqn"] = key
         fields["index"] = hint
@@ -257,7 +241,7 @@ def _indices(things: list[Any], budget: _Budget) -> list[MetadataIndex]:
     return indices
 
 
-def _infos(things: list[Any]) -> list[StorageInfo]:
+def _infos(things: list[Any], forms: Forms) -> list[Any]:
     files, offsets, lengths, transforms = columns_of(
         things, made.MadeInfo, ["relative_path", "offset", "length", "transform_descriptors"]
     )
@@ -270,8 +254,8 @@ def _infos(things: list[Any]) -> list[StorageInfo]:
     _check_counts(lengths)
     if any(names is not None for names in transforms):
         transforms = [None if names is None else _transforms(names) for names in transforms]
-        return list(map(StorageInfo, files, offsets, lengths, transforms))
-    return list(map(StorageInfo, files, offsets, lengths))
+        return list(map(forms.info, files, offsets, lengths, transforms))
+    return list(map(forms.info, files, offsets, lengths))
 
 
 def _transforms(names: Any) -> list[str]:
@@ -294,9 +278,9 @@ def _refuse_collisions(keys: list[Any]) -> None:
 # --- the rest ------------------------------------------------------------------------------
 
 
-def _storage_meta(thing: Any) -> StorageMeta:
+def _storage_meta(thing: Any, forms: Forms) -> Any:
     fields = fields_of(thing, made.MadeStorageMeta)
-    meta = StorageMeta()
+    meta = forms.storage_meta()
     for name in ("checkpoint_id", "save_id", "load_id"):
         value = fields.get(name)
         if type(value) is made.MadePath:
@@ -336,7 +320,7 @@ def _paths(flat: Any, budget: _Budget) -> dict[str, Any] | None:
     return dict(zip(keys, values, strict=True))
 
 
-def _plain(value: Any, budget: _Budget, depth: int = 0) -> Any:
+def _plain(value: Any, budget: _Budget, forms: Forms, depth: int = 0) -> Any:
     """Return a value of another planner: containers, texts, numbers, sizes and paths.
 
     Sharing is lost: what is mentioned twice is made twice, and paid for twice.
@@ -345,27 +329,27 @@ def _plain(value: Any, budget: _Budget, depth: int = 0) -> Any:
     if depth > _DEEPEST:
         raise OddPickle("its planner's data is nested too deeply")
     kind = type(value)
-    if value is None or kind in (str, bytes, int, float, bool, torch.dtype):
+    if value is None or kind in (str, bytes, int, float, bool, forms.dtype_type):
         return value
     if kind is tuple:
-        return tuple(_plain(inner, budget, depth + 1) for inner in value)
+        return tuple(_plain(inner, budget, forms, depth + 1) for inner in value)
     if kind is list and value[:1] == [DICT_MARK]:
-        return _plain_dict(value[1:], budget, depth)
+        return _plain_dict(value[1:], budget, forms, depth)
     if kind is list:
-        return [_plain(inner, budget, depth + 1) for inner in value]
+        return [_plain(inner, budget, forms, depth + 1) for inner in value]
     if kind is made.MadePath:
         return _path(value)
     if kind in (made.MadeOrderedDict, made.MadeChainMap) and value and type(value[0]) is tuple:
-        maps = [_plain(inner, budget, depth + 1) for inner in value[0]]
+        maps = [_plain(inner, budget, forms, depth + 1) for inner in value[0]]
         if not all(isinstance(one, dict) for one in maps):
             raise OddPickle("its planner's data is made of other things than dicts")
         if kind is made.MadeChainMap:
             return ChainMap(*maps)
-        return OrderedDict(_plain_dict(value[1:], budget, depth))
+        return OrderedDict(_plain_dict(value[1:], budget, forms, depth))
     raise OddPickle(f"its planner's data holds {kind_of(value)}")
 
 
-def _plain_dict(flat: list[Any], budget: _Budget, depth: int) -> dict[Any, Any]:
+def _plain_dict(flat: list[Any], budget: _Budget, forms: Forms, depth: int) -> dict[Any, Any]:
     keys, values = split(flat, marked=True)
     budget.spend(len(keys))
     odd = [key for key in keys if type(key) is not str]
@@ -374,7 +358,10 @@ def _plain_dict(flat: list[Any], budget: _Budget, depth: int) -> dict[Any, Any]:
     for key in odd:
         if not _is_plain_key(key):
             raise OddPickle(f"its planner's data has {kind_of(key)} for a key")
-    return {key: _plain(value, budget, depth + 1) for key, value in zip(keys, values, strict=True)}
+    return {
+        key: _plain(value, budget, forms, depth + 1)
+        for key, value in zip(keys, values, strict=True)
+    }
 
 
 def _is_plain_key(key: Any) -> bool:

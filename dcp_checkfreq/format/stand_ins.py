@@ -12,10 +12,8 @@ import io
 import pickle
 from typing import Any, NoReturn
 
-import torch
-
+from dcp_checkfreq.format.forms import Forms
 from dcp_checkfreq.format.opcodes import DICT_MARK, OddPickle, without_dicts
-from dcp_checkfreq.format.torch_private import MemoryFormat
 
 
 class Made(list[Any]):
@@ -116,26 +114,9 @@ class MadeBuiltin(_Called):
     __slots__ = ()
 
 
-_LAYOUTS = {str(kind): kind for kind in vars(torch).values() if isinstance(kind, torch.layout)}
-_DTYPES = {name: kind for name, kind in vars(torch).items() if isinstance(kind, torch.dtype)}
-_FORMATS = {kind.value: kind for kind in MemoryFormat}
-
-
 def _dims(dims: Any) -> Any:
     """Stand in for `torch.Size`: its users need a tuple of numbers only."""
     return dims
-
-
-def _layout(name: Any) -> Any:
-    if type(name) is str and name in _LAYOUTS:
-        return _LAYOUTS[name]
-    raise OddPickle("it names a layout that torch does not have")
-
-
-def _memory_format(number: Any) -> Any:
-    if type(number) is int and number in _FORMATS:
-        return _FORMATS[number]
-    raise OddPickle("it names a memory format that torch does not have")
 
 
 _METADATA_MODULE = "torch.distributed.checkpoint.metadata"
@@ -144,7 +125,6 @@ _FILES_MODULE = "torch.distributed.checkpoint.filesystem"
 _STAND_INS: dict[tuple[str, str], Any] = {
     DICT_MARK: DICT_MARK,
     ("torch", "Size"): _dims,
-    ("torch.serialization", "_get_layout"): _layout,
     (_METADATA_MODULE, "Metadata"): MadeMetadata,
     (_METADATA_MODULE, "MetadataIndex"): MadeIndex,
     (_METADATA_MODULE, "StorageMeta"): MadeStorageMeta,
@@ -152,14 +132,14 @@ _STAND_INS: dict[tuple[str, str], Any] = {
     (_METADATA_MODULE, "BytesStorageMetadata"): MadeBytes,
     (_METADATA_MODULE, "ChunkStorageMetadata"): MadeChunk,
     (_METADATA_MODULE, "TensorProperties"): MadeProperties,
-    (_METADATA_MODULE, "_MEM_FORMAT_ENCODING"): _memory_format,
     (_OLD_MODULE, "TensorProperties"): MadeProperties,
-    (_OLD_MODULE, "MEM_FORMAT_ENCODING"): _memory_format,
     (_FILES_MODULE, "_StorageInfo"): MadeInfo,
     (_FILES_MODULE, "_StoragePrefix"): MadePrefix,
     ("collections", "OrderedDict"): MadeOrderedDict,
     ("collections", "ChainMap"): MadeChainMap,
 }
+_LAYOUT = ("torch.serialization", "_get_layout")
+_ENCODINGS = {(_METADATA_MODULE, "_MEM_FORMAT_ENCODING"), (_OLD_MODULE, "MEM_FORMAT_ENCODING")}
 for _name in ("list", "dict", "tuple"):
     _STAND_INS["builtins", _name] = type(f"MadeBuiltin_{_name}", (MadeBuiltin,), {"__slots__": ()})
 for _module in ("pathlib", "pathlib._local"):
@@ -182,23 +162,42 @@ _UNPICKLING_ERRORS = (
 
 
 class _ClosedUnpickler(pickle.Unpickler):
+    def __init__(self, stream: io.BytesIO, forms: Forms) -> None:
+        super().__init__(stream)
+        self._forms = forms
+
     def find_class(self, module: str, name: str) -> Any:
         stand_in = _STAND_INS.get((module, name))
         if stand_in is None and module == "torch":
-            stand_in = _DTYPES.get(name)
+            stand_in = self._forms.dtypes.get(name)
+        if (module, name) == _LAYOUT:
+            stand_in = self._layout
+        elif (module, name) in _ENCODINGS:
+            stand_in = self._encoding
         if stand_in is None:
             wanted = f"{module}.{name}" if len(module) + len(name) < 200 else "something"
             raise OddPickle(f"it names {wanted}, which no DCP metadata needs")
         return stand_in
 
+    def _layout(self, name: Any) -> Any:
+        if type(name) is str and name in self._forms.layouts:
+            return self._forms.layouts[name]
+        raise OddPickle("it names a layout that torch does not have")
+
+    def _encoding(self, number: Any) -> Any:
+        if type(number) is int and number in self._forms.encodings:
+            return self._forms.encodings[number]
+        raise OddPickle("it names a memory format that torch does not have")
+
     def persistent_load(self, pid: Any) -> NoReturn:
         raise OddPickle("it refers to objects outside of itself")
 
 
-def unpickled(body: bytes, *, tell_dicts: bool = False) -> Any:
+def unpickled(body: bytes, forms: Forms, *, tell_dicts: bool = False) -> Any:
     """Return what a pickle holds, with stand-ins for objects and lists for dicts.
 
-    See `opcodes.without_dicts` for ``tell_dicts``. Time and memory are a small multiple of the
+    Dtypes, layouts and memory formats are those of ``forms``. See `opcodes.without_dicts` for
+    ``tell_dicts``. Time and memory are a small multiple of the
     size of ``body``, whatever is in it.
 
     Raises:
@@ -206,7 +205,7 @@ def unpickled(body: bytes, *, tell_dicts: bool = False) -> Any:
     """
     stream = io.BytesIO(without_dicts(body, tell_dicts=tell_dicts))
     try:
-        return _ClosedUnpickler(stream).load()
+        return _ClosedUnpickler(stream, forms).load()
     except OddPickle:
         raise
     except _UNPICKLING_ERRORS as error:

@@ -9,12 +9,12 @@ from typing import Any
 
 from torch.distributed.checkpoint.metadata import Metadata
 
+from dcp_checkfreq.dcp.read_metadata import read_metadata
 from dcp_checkfreq.errors import BadLocation, BrokenMetadata
 from dcp_checkfreq.format import names
 from dcp_checkfreq.format.index import Record
 from dcp_checkfreq.opened.lazy import LazyTensor, LazyValue
 from dcp_checkfreq.opened.source import Source
-from dcp_checkfreq.recovery.files import read_metadata
 from dcp_checkfreq.runtime import options
 from dcp_checkfreq.state.saved import SavedState
 from dcp_checkfreq.storage.open import Location, open_tier

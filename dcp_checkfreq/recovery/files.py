@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import Any
 
 from dcp_checkfreq.errors import BrokenMetadata, LoadFailed
-from dcp_checkfreq.format import metadata as metadata_format
+from dcp_checkfreq.format import sealed
+from dcp_checkfreq.format.forms import PLAIN
 from dcp_checkfreq.format.index import Record
 from dcp_checkfreq.format.names import METADATA
-from dcp_checkfreq.runtime.gc_paused import collector_held
 from dcp_checkfreq.storage.tier import LARGEST_SMALL_FILE_BYTES, OddFile, Tier, read_small
 
 
@@ -26,24 +26,7 @@ def content_of(folder: Tier, name: str = METADATA) -> bytes:
         raise BrokenMetadata(folder.location, f"{name}: {error.strerror or error}") from error
 
 
-def read_metadata(folder: Tier, name: str = METADATA) -> tuple[Metadata, Record | None]:
-    """Return what a folder's ``.metadata`` says; the record is None for one of stock DCP.
-
-    Raises:
-        BrokenMetadata: missing, cut short, damaged, or not a checkpoint's.
-        NewerFormat: written by a newer version of this package.
-    """
-    try:
-        content = content_of(folder, name)
-    except FileNotFoundError as error:
-        raise BrokenMetadata(folder.location, f"there is no {name}") from error
-    except OSError as error:
-        raise BrokenMetadata(folder.location, f"{name}: {error}") from error
-    with collector_held():
-        return metadata_format.load(content, folder.location)
-
-
-def files_of(metadata: Metadata, record: Record | None) -> frozenset[str]:
+def files_of(metadata: Any, record: Record | None) -> frozenset[str]:
     """Return the shard files of a checkpoint: those that hold an item, and all of the record's.
 
     A record may list files that hold no item of its own: a planner let several ranks write one.
@@ -64,7 +47,7 @@ def is_published(folder: Tier) -> bool:
 def named_in(content: bytes, where: str) -> frozenset[str] | None:
     """Return the files that a ``.metadata`` names; None if it cannot be read."""
     try:
-        return files_of(*metadata_format.load(content, where))
+        return files_of(*sealed.load(content, where, PLAIN))
     except LoadFailed:
         return None
 

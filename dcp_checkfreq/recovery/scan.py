@@ -6,14 +6,12 @@ import errno
 from collections.abc import Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
-from typing import Literal
-
-from torch.distributed.checkpoint.metadata import Metadata
+from typing import Any, Literal
 
 from dcp_checkfreq.errors import LoadFailed
-from dcp_checkfreq.format import metadata as metadata_format
-from dcp_checkfreq.format import names
+from dcp_checkfreq.format import names, sealed
 from dcp_checkfreq.format.digest import identity
+from dcp_checkfreq.format.forms import PLAIN
 from dcp_checkfreq.format.index import Record, digest_starts
 from dcp_checkfreq.recovery.files import content_of
 from dcp_checkfreq.recovery.plan import Ranking, Rejected, StepRecord, rank, step_record
@@ -155,14 +153,14 @@ def examine(folder: Tier, name: str, step: int) -> StepRecord:
         return StepRecord(name=name, step=step, problem=error.why)
     record, problem = None, None
     try:
-        metadata, record = metadata_format.load(content, folder.location)
+        metadata, record = sealed.load(content, folder.location, PLAIN)
         problem = _wrong_size(folder.list(), metadata, record)
     except LoadFailed as error:
         problem = error.why
     return step_record(name, step, problem, record, published=True, identity=identity(content))
 
 
-def _wrong_size(entries: Sequence[Entry], metadata: Metadata, record: Record | None) -> str | None:
+def _wrong_size(entries: Sequence[Entry], metadata: Any, record: Record | None) -> str | None:
     files = [entry for entry in entries if not entry.is_folder and not entry.is_special]
     sizes = {entry.name: entry.size_bytes for entry in files}
     if record is not None:
@@ -187,7 +185,7 @@ def _wrong_size(entries: Sequence[Entry], metadata: Metadata, record: Record | N
     return None
 
 
-def _held(file: str, metadata: Metadata) -> str:
+def _held(file: str, metadata: Any) -> str:
     """Say what is in a file, as a user knows it."""
     places = (metadata.storage_data or {}).items()
     return f"it holds {listed(repr(at.fqn) for at, info in places if info.relative_path == file)}"
@@ -214,7 +212,7 @@ def check_digests(
     try:
         if content is None:
             content = content_of(folder)
-        metadata, record = metadata_format.load(content, folder.location)
+        metadata, record = sealed.load(content, folder.location, PLAIN)
         if record is None:
             return None
         files = [info.relative_path for info in metadata.storage_data.values()]

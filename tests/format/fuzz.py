@@ -37,9 +37,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from metadata_tools import FILE, small_metadata, small_record
 
-from dcp_checkfreq.errors import CheckFreqError
+from dcp_checkfreq.errors import CheckFreqError, LoadFailed
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.format import names
+from dcp_checkfreq.format import sealed as sealed_format
+from dcp_checkfreq.format.forms import PLAIN
 from dcp_checkfreq.format.index import encode
 from dcp_checkfreq.format.safe_bytes import load_object
 from dcp_checkfreq.policy.costs import Costs
@@ -127,7 +129,7 @@ PROFILE = encode_profile(
 
 
 def sealed(body):
-    return body + metadata_format._trailer(body)
+    return body + metadata_format.trailer(body)
 
 
 # --- making inputs ---
@@ -352,10 +354,35 @@ def made_name(rng):
 
 
 def read_metadata(data):
+    plain = judged(sealed_format.load, data, "/runs/step_7", PLAIN)
+    assert plain == judged(metadata_format.load, data, "/runs/step_7"), "torch changes the verdict"
     metadata, _ = metadata_format.load(data, "/runs/step_7")
     # What was taken can be walked, shown and stored: nothing endless is left in it.
     assert len(repr(metadata)) < 1000 + 100 * len(data), "it is endless when it is shown"
     pickle.dumps(metadata)
+
+
+def judged(load, *arguments):
+    """Return which error it is, or what both families of classes have in common, and the record."""
+    try:
+        metadata, record = load(*arguments)
+    except LoadFailed as error:
+        return type(error)
+    pickle.dumps(metadata)
+    kept = metadata.state_dict_metadata
+    return (
+        record,
+        {
+            key: [
+                (tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in getattr(one, "chunks", [])
+            ]
+            for key, one in kept.items()
+        },
+        [
+            (index.fqn, index.offset, info.relative_path, info.offset, info.length)
+            for index, info in (metadata.storage_data or {}).items()
+        ],
+    )
 
 
 def read_folder(data):

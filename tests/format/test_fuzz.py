@@ -58,7 +58,7 @@ def test_any_bytes_are_taken_or_refused_by_name_soon_and_in_little_memory():
 
 
 def sealed(body):
-    return body + metadata_format._trailer(body)
+    return body + metadata_format.trailer(body)
 
 
 def shared_key():

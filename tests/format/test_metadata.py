@@ -149,7 +149,7 @@ def test_a_record_for_other_items_is_damage():
 
 def sealed(metadata):
     body = pickle.dumps(metadata, protocol=4)
-    return body + metadata_format._trailer(body)
+    return body + metadata_format.trailer(body)
 
 
 def test_a_newer_format_is_named_as_such():

@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from dcp_checkfreq import CheckFreqReader, CheckFreqSavePlanner, CheckFreqWriter
 from dcp_checkfreq.commit.assemble import assemble
-from dcp_checkfreq.format import build
+from dcp_checkfreq.format import dcp_forms
 from dcp_checkfreq.format import metadata as metadata_format
 from dcp_checkfreq.shards.layout import RankReport
 
@@ -105,8 +105,8 @@ def test_we_read_it_and_what_stock_wrote(written):
 @pytest.mark.parametrize("strides", [(1, 3), (), None, [1, 3], (-1, 3), ("1", 3), (1,) * 300, 3])
 def test_strides_of_stock_are_read_where_this_torch_has_them(strides, monkeypatch):
     monkeypatch.setattr(stock_metadata, "TensorProperties", Six)
-    monkeypatch.setattr(build, "TensorProperties", Six)
-    monkeypatch.setattr(build, "_HAS_STRIDES", True)
+    six = dataclasses.replace(dcp_forms.DCP, properties=Six, has_strides=True)
+    monkeypatch.setattr(dcp_forms, "DCP", six)
     metadata = small_metadata()
     metadata.state_dict_metadata["model.weight"].properties = Six(strides=strides)
     read, _ = metadata_format.load(pickle.dumps(metadata, protocol=4), "/runs/step_7")
