@@ -117,7 +117,8 @@ class Watchdog:
 
     def stuck(self) -> str | None:
         """Return what this rank has been at without an answer for `limit_s`, or None."""
-        if self._still_s < self.limit_s + self._extra_s:
+        # What has moved since the last look was not still: as when work begins after a long pause.
+        if self._moves != self._moves_seen or self._still_s < self.limit_s + self._extra_s:
             return None
         late = [work for work in self._innermost() if work.in_storage]
         now_s, still_s = self._clock.monotonic_s(), self._still_s
@@ -151,13 +152,13 @@ class Watchdog:
 
     def _watch(self) -> None:
         while not self._closing.wait(_POLL_S):
-            # Counted, and not looked up: a process that was stopped for a while has seen nothing.
-            self._still_s = self._still_s + _POLL_S if self._moves == self._moves_seen else 0.0
-            self._moves_seen = self._moves
             self.look()
 
     def look(self) -> None:
-        """Tell what has been going on for long."""
+        """Tell what has been going on for long. Called every second."""
+        # Counted, and not looked up: a process that was stopped for a while has seen nothing.
+        is_still, self._moves_seen = self._moves == self._moves_seen, self._moves
+        self._still_s = self._still_s + _POLL_S if is_still else 0.0
         now_s = self._clock.monotonic_s()
         late = [w for w in self._innermost() if now_s - w.since_s >= self._after_s]
         is_news = False

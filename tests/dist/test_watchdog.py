@@ -38,6 +38,20 @@ def test_work_is_told_after_a_minute_and_each_minute_then(clock, warned):
     assert len(warned()) == 2, "it is through"
 
 
+def test_a_pause_before_work_begins_is_no_silence_of_the_storage(clock):
+    dog = Watchdog(3, clock)
+    dog.limit_s = 5.0
+    for _ in range(100):
+        dog.look()
+    with dog.doing("writing", "/runs/step_7", in_storage=True):
+        assert dog.stuck() is None, "it has just begun"
+        for _ in range(5):
+            dog.look()
+            assert dog.stuck() is None
+        dog.look()
+        assert "without a sign for 5 s" in dog.stuck()
+
+
 def test_only_the_innermost_work_of_a_thread_is_told(clock, warned):
     dog = Watchdog(0, clock)
     with dog.doing("saving", "a"):
