@@ -10,6 +10,8 @@ from dcp_checkfreq import DataStateError, load_part
 from dcp_checkfreq.integrations.needed import needed
 from dcp_checkfreq.integrations.trainer_part import TrainerPart
 
+FRAMEWORKS = ("transformers", "lightning", "torchtitan")
+
 
 def without(framework):
     return pytest.mark.skipif(
@@ -17,9 +19,7 @@ def without(framework):
     )
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=without(name)) for name in ("transformers", "lightning")]
-)
+@pytest.mark.parametrize("name", [pytest.param(name, marks=without(name)) for name in FRAMEWORKS])
 def test_a_framework_that_is_not_installed_gives_one_line_with_what_to_install(name):
     with pytest.raises(ImportError, match=rf"pip install 'dcp-checkfreq\[{name}\]'") as caught:
         importlib.import_module(f"dcp_checkfreq.integrations.{name}")

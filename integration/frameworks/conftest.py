@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 HERE = Path(__file__).parent
-FRAMEWORKS = ("transformers", "accelerate", "lightning")
+FRAMEWORKS = ("transformers", "accelerate", "lightning", "torchtitan")
 _shown = {}
 _failed = []
 

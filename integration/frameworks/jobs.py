@@ -15,13 +15,21 @@ ROOT = HERE.parents[1]
 TIMEOUT_S = 150
 
 
-def run(script, *arguments, ranks=1, dies=False, fails=False):
-    """Run a job to its end; it must be killed (``dies``), or fail. Return its output."""
+def run(script, *arguments, ranks=1, dies=False, fails=False, launched=False):
+    """Run a job to its end; it must be killed (``dies``), or fail. Return its output.
+
+    One rank is ``launched`` by torchrun, too, or runs alone.
+    """
     launch = [
         *("-m", "torch.distributed.run", "--nproc-per-node", str(ranks)),
         *("--master-addr", "127.0.0.1", "--rdzv-endpoint", "127.0.0.1:0", "--rdzv-backend", "c10d"),
     ]
-    command = [sys.executable, *(launch if ranks > 1 else ()), HERE / script, *arguments]
+    command = [
+        sys.executable,
+        *(launch if ranks > 1 or launched else ()),
+        HERE / script,
+        *arguments,
+    ]
     env = {
         **os.environ,
         "PYTHONPATH": f"{ROOT}",
