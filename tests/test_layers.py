@@ -35,7 +35,8 @@ LEVELS = {
     "opened": 10,
     "convert": 11,
     "integrations": 11,
-    "__main__": 11,
+    "cli": 12,
+    "__main__": 13,
 }
 
 # Rules: values in, values out. No clock, file, thread, rank or torch.

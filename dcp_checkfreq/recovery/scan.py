@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import errno
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from itertools import pairwise
 from typing import Any, Literal
@@ -27,8 +27,12 @@ _ROUNDS = 10  # listings of one scan: bounds what a root costs that never stands
 class _Nowhere:
     """A target for bytes that are only checked."""
 
+    def __init__(self, checked: Callable[[int], None]) -> None:
+        self._checked = checked
+
     def take(self, want: Want, data: memoryview) -> None:
-        """Drop the bytes; the fetcher has compared their digests."""
+        """Count and drop the bytes; the fetcher has compared their digests."""
+        self._checked(len(data))
 
 
 def scan(root: Tier) -> list[StepRecord]:
@@ -197,6 +201,7 @@ def check_digests(
     threads: int = 2,
     content: bytes | None = None,
     only: AbstractSet[str] | None = None,
+    checked: Callable[[int], None] = lambda _size_bytes: None,
 ) -> str | None:
     """Read every payload of a checkpoint and compare its digests.
 
@@ -205,6 +210,7 @@ def check_digests(
         threads: reads at once.
         content: of ``.metadata``, if it is not in the folder.
         only: look at these files only.
+        checked: is told of bytes whose digests were right, from any thread.
 
     Returns:
         None if all match, else what is wrong. Stock checkpoints have no digests and always pass.
@@ -227,7 +233,7 @@ def check_digests(
         fetcher = Fetcher(folder, record.files, threads)
         try:
             keys = [place.fqn for place in metadata.storage_data]
-            fetcher.fetch(wants, [_Nowhere()] * len(files), digests, keys)
+            fetcher.fetch(wants, [_Nowhere(checked)] * len(files), digests, keys)
         finally:
             fetcher.close()
     except FileNotFoundError:

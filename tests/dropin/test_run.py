@@ -7,7 +7,7 @@ import sys
 import pytest
 from forked_scripts import run_scripts
 
-from dcp_checkfreq.__main__ import parsed
+from dcp_checkfreq.dropin.command_line import parsed
 
 pytestmark = pytest.mark.slow  # processes that import torch
 
@@ -121,7 +121,7 @@ def test_what_is_not_there_is_said(folder):
     )
     bare = python("-m", "dcp_checkfreq", cwd=folder)
     assert bare.returncode == 2
-    assert "usage: python -m dcp_checkfreq" in bare.stderr
+    assert "Usage: python -m dcp_checkfreq" in bare.stderr
 
 
 @pytest.mark.slow
