@@ -55,7 +55,7 @@ def source(tmp_path):
 def conformance(source, *arguments):
     return subprocess.run(
         [sys.executable, HERE / "pytorch.py", "--source", source, *arguments],
-        env=os.environ | {"PYTHONPATH": str(HERE.parents[1])},
+        env=os.environ | {"PYTHONPATH": os.pathsep.join([str(HERE.parents[1]), *sys.path[1:]])},
         capture_output=True,
         text=True,
         check=False,

@@ -78,7 +78,7 @@ def run_launch(
 def watch(
     process: subprocess.Popen[bytes], launch: Launch, *, root: Path, folder: Path, until_s: float
 ) -> Unfinished | None:
-    """Wait until the launch ends, or kill its ranks while a save is in flight."""
+    """Wait until the launch ends, or kill its ranks while a save is certainly in flight."""
     if launch.kill is None:
         process.wait(timeout=max(1.0, until_s - time.monotonic()))
         return None
@@ -86,14 +86,25 @@ def watch(
     while process.poll() is None:
         unfinished = newest_unfinished(root)
         if unfinished is not None and is_new(unfinished, left_before, launch.kill.from_step):
-            victims = range(launch.ranks) if launch.kill.victim is None else [launch.kill.victim]
-            for rank in victims:
-                os.kill(read_pid(folder, rank), signal.SIGKILL)
-            return unfinished
+            pids = [read_pid(folder, rank) for rank in range(launch.ranks)]
+            # Held still while it is looked again: on a busy machine the save may have ended.
+            send(pids, signal.SIGSTOP)
+            still = newest_unfinished(root)
+            if still is not None and still.step == unfinished.step:
+                victims = pids if launch.kill.victim is None else [pids[launch.kill.victim]]
+                send(victims, signal.SIGKILL)
+                send([pid for pid in pids if pid not in victims], signal.SIGCONT)
+                return still
+            send(pids, signal.SIGCONT)
         if time.monotonic() > until_s:
             raise subprocess.TimeoutExpired(process.args, until_s)
         time.sleep(POLL_S)
     return None
+
+
+def send(pids: list[int], number: int) -> None:
+    for pid in pids:
+        os.kill(pid, number)
 
 
 def is_new(unfinished: Unfinished, left_before: Unfinished | None, from_step: int) -> bool:

@@ -29,7 +29,7 @@ class Held(ForwardingTier):
         return Held(self.inner.child(name))
     def write_shard(self, name, pieces, size_bytes):
         begun.set()
-        assert ending.wait(30)
+        assert ending.wait(100)
         if Held.error is not None:
             raise OSError(Held.error, os.strerror(Held.error))
         super().write_shard(name, pieces, size_bytes)
