@@ -9,6 +9,7 @@ fails a test that takes more than `LIMIT_S`: it is made quick, or marked.
 from __future__ import annotations
 
 import gc
+import multiprocessing.util
 import os
 import shutil
 import tempfile
@@ -155,7 +156,8 @@ def _what_processes_leave_behind(tmp_path_factory: pytest.TempPathFactory) -> It
         patch.setenv("TMPDIR", str(folder))
         patch.setattr(tempfile, "tempdir", None)  # looked up anew
         yield
-    shutil.rmtree(folder, ignore_errors=True)  # a process may be at its last file
+    # After multiprocessing has removed its own (at -100); a process may be at its last file.
+    multiprocessing.util.Finalize(None, shutil.rmtree, (folder, True), exitpriority=-200)
 
 
 class _Took(NamedTuple):

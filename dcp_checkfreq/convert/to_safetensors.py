@@ -27,18 +27,18 @@ from dcp_checkfreq.convert.safetensors_layout import (
 )
 from dcp_checkfreq.errors import BadLocation, UnsupportedState
 from dcp_checkfreq.format.names import new_attempt
-from dcp_checkfreq.opened.lazy import LazyTensor
+from dcp_checkfreq.opened.lazy import LazyTensor, read_together
 from dcp_checkfreq.opened.open_checkpoint import open_checkpoint
 from dcp_checkfreq.runtime import options
 from dcp_checkfreq.runtime.crew import Crew, Task
 from dcp_checkfreq.shards.codec import bytes_of
 from dcp_checkfreq.storage.local.tier import LocalTier
-from dcp_checkfreq.storage.open import Location, open_tier
+from dcp_checkfreq.storage.open import Location, is_remote, open_tier
 from dcp_checkfreq.storage.tier import Tier
 
 _log = logging.getLogger(__name__)
 
-_BLOCK_BYTES = 32 << 20
+_BLOCK_BYTES = 16 << 20
 _AHEAD = 2  # blocks that are read while one is written
 _KINDS = {
     torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16",
@@ -79,7 +79,7 @@ def export_safetensors(
 ) -> Exported:
     """Write tensors of a checkpoint to safetensors files, with an index if they are several.
 
-    Needs no process group and no GPU. Memory is bounded: a few blocks of 32 MiB, whatever the size
+    Needs no process group and no GPU. Memory is bounded: a few blocks of 16 MiB, whatever the size
     of the tensors. All that is read is checked. A file gets its name when it is whole and durable,
     and the index comes last, so what an interruption leaves is never taken for a model.
 
@@ -102,12 +102,12 @@ def export_safetensors(
             an index is not.
     """
     options.check(options.EXPORT_SAFETENSORS, locals())
-    target = open_tier(to, storage_options=storage_options if _is_url(to) else None)
+    target = open_tier(to, storage_options=storage_options if is_remote(to) else None)
     with open_checkpoint(
         path,
         map_files=False,
         threads=threads,
-        storage_options=storage_options if _is_url(path) else None,
+        storage_options=storage_options if is_remote(path) else None,
     ) as opened:
         named, left_out = chosen(opened, prefix, rename)
         made = files((_exporting(name, one, dtype) for name, one in named.items()), max_file_bytes)
@@ -128,10 +128,6 @@ def export_safetensors(
         tuple(left_out),
         sum(file.size_bytes for file in made),
     )
-
-
-def _is_url(location: Location) -> bool:
-    return isinstance(location, str) and "://" in location and not location.startswith("file:")
 
 
 def _exporting(name: str, lazy: LazyTensor, cast_to: torch.dtype | None) -> Exporting:
@@ -172,22 +168,40 @@ def _pieces(
 ) -> Iterator[memoryview]:
     """Yield the content of a file, the next blocks being read meanwhile."""
     yield memoryview(file.header)
-    reads = (
-        partial(_block, named[one.name], part, cast_to)
-        for one in file.tensors
-        for part in blocks(one.shape, _BLOCK_BYTES // ITEM_BYTES[one.kind])
-    )
-    waiting: deque[Task[torch.Tensor]] = deque()
+    reads = (partial(_read, group, cast_to) for group in _groups(file, named))
+    waiting: deque[Task[list[torch.Tensor]]] = deque()
     with Crew(_AHEAD, "checkfreq-export") as crew:
         with contextlib.suppress(StopIteration):
             while len(waiting) < _AHEAD:
                 waiting.append(crew.start(next(reads)))
         while waiting:
-            block = waiting.popleft().result()
+            group = waiting.popleft().result()
             with contextlib.suppress(StopIteration):
                 waiting.append(crew.start(next(reads)))
-            yield bytes_of(block)
+            yield from map(bytes_of, group)
 
 
-def _block(lazy: LazyTensor, part: Index, cast_to: torch.dtype | None) -> torch.Tensor:
-    return lazy[part].to(dtype_of(lazy, cast_to)).contiguous()
+def _groups(
+    file: File, named: Mapping[str, LazyTensor]
+) -> Iterator[list[tuple[LazyTensor, Index]]]:
+    """Yield the blocks of a file in order, small ones together, to be read in one go."""
+    group: list[tuple[LazyTensor, Index]] = []
+    left_bytes = _BLOCK_BYTES
+    for one in file.tensors:
+        for part in blocks(one.shape, max(1, _BLOCK_BYTES // ITEM_BYTES[one.kind])):
+            size_bytes = min(one.size_bytes, _BLOCK_BYTES)
+            if group and size_bytes > left_bytes:
+                yield group
+                group, left_bytes = [], _BLOCK_BYTES
+            group.append((named[one.name], part))
+            left_bytes -= size_bytes
+    if group:
+        yield group
+
+
+def _read(group: list[tuple[LazyTensor, Index]], cast_to: torch.dtype | None) -> list[torch.Tensor]:
+    read = read_together(group)
+    return [
+        block.to(dtype_of(lazy, cast_to)).contiguous()
+        for block, (lazy, _) in zip(read, group, strict=True)
+    ]

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-from dcp_checkfreq.opened.picked import Picked, everything, picked
+from dcp_checkfreq.opened.picked import picked
 from dcp_checkfreq.opened.source import Source
 from dcp_checkfreq.state.saved import Leaf
 
@@ -55,7 +56,7 @@ class LazyTensor:
             BrokenMetadata: parts of it are missing in the checkpoint.
             BrokenShard: a file is missing or short, or a block fails its digest.
         """
-        return self._read(everything(self.shape))
+        return read_together([(self, ...)])[0]
 
     def __getitem__(self, index: object) -> torch.Tensor:
         """Return a part of it, on the CPU; only the digest blocks that it touches are read.
@@ -66,11 +67,7 @@ class LazyTensor:
             ValueError: a slice that does not go forward.
             BrokenMetadata, BrokenShard: as `tensor`.
         """
-        return self._read(picked(index, self.shape))
-
-    def _read(self, what: Picked) -> torch.Tensor:
-        box = self._source.box(self._leaf, what.offsets, what.lengths)
-        return box[what.rest] if what.rest else box
+        return read_together([(self, index)])[0]
 
     def __len__(self) -> int:
         if not self.shape:
@@ -82,6 +79,23 @@ class LazyTensor:
 
     def __repr__(self) -> str:
         return f"LazyTensor({self.key!r}, {list(self.shape)}, {self.dtype})"
+
+
+def read_together(parts: Sequence[tuple[LazyTensor, object]]) -> list[torch.Tensor]:
+    """Return parts of tensors of one checkpoint, by their indices, read in one go.
+
+    Raises:
+        IndexError, TypeError, ValueError, BrokenMetadata, BrokenShard: as ``lazy[index]``.
+    """
+    picks = [picked(index, lazy.shape) for lazy, index in parts]
+    source = parts[0][0]._source
+    boxes = source.boxes(
+        [
+            (lazy._leaf, what.offsets, what.lengths)
+            for (lazy, _), what in zip(parts, picks, strict=True)
+        ]
+    )
+    return [box[what.rest] if what.rest else box for box, what in zip(boxes, picks, strict=True)]
 
 
 class LazyValue:

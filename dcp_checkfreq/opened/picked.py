@@ -16,11 +16,6 @@ class Picked:
     rest: tuple[int | slice, ...]
 
 
-def everything(shape: Sequence[int]) -> Picked:
-    """Return the box that is the whole tensor."""
-    return Picked((0,) * len(shape), tuple(shape), ())
-
-
 def picked(index: object, shape: Sequence[int]) -> Picked:
     """Return what ``index`` picks of a tensor, as torch's basic indexing does.
 
@@ -33,8 +28,6 @@ def picked(index: object, shape: Sequence[int]) -> Picked:
         TypeError: it is another kind of index.
         ValueError: a slice does not go forward.
     """
-    if not shape and index == ():
-        return everything(shape)
     boxes = [
         _of_one(part, size, dim)
         for dim, (part, size) in enumerate(zip(_expanded(index, len(shape)), shape, strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -57,25 +58,31 @@ class Source:
             allow_dtype_cast=False,
         )
 
-    def box(self, leaf: Leaf, offsets: tuple[int, ...], lengths: tuple[int, ...]) -> torch.Tensor:
-        """Return a box of a tensor.
+    def boxes(
+        self, asked: Sequence[tuple[Leaf, tuple[int, ...], tuple[int, ...]]]
+    ) -> list[torch.Tensor]:
+        """Return boxes of tensors, by offsets and lengths, which are read in one go.
 
         Raises:
-            BrokenMetadata: parts of it are missing in the checkpoint.
+            BrokenMetadata: parts of one are missing in the checkpoint.
             BrokenShard: a file is missing or short, or a block fails its digest.
         """
         wanted = Wanted()
-        one = wanted.shard(leaf, ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths)))
-        if not one.tensor.numel():
-            return one.tensor
+        ones = [
+            wanted.shard(leaf, ChunkStorageMetadata(torch.Size(offsets), torch.Size(lengths)))
+            for leaf, offsets, lengths in asked
+        ]
+        for name, one in list(wanted.tensors.items()):
+            if not one.tensor.numel():
+                del wanted.tensors[name]
         planner = self._planner(wanted, allow_pickle=False)
         jobs = self._reads.planned(planner.create_local_plan(), planner)
-        if len(jobs) == 1 and self._mapped is not None:
+        if len(ones) == len(jobs) == 1 and self._mapped is not None:
             box = self._mapped.box(jobs[0])
             if box is not None:
-                return box
+                return [box]
         self._fetch(jobs, planner)
-        return one.tensor
+        return [one.tensor for one in ones]
 
     def value(self, leaf: Leaf, *, allow_pickle: bool) -> Any:
         """Return a byte item, unpickled.

@@ -54,7 +54,8 @@ def open_tier(
             text, "looks like a URL that went through pathlib.Path, which drops a slash: pass a str"
         )
     url = _URL.fullmatch(text)
-    if url is not None and url[1].lower() not in ("file", "local"):
+    if is_remote(text):
+        assert url is not None
         return _remote(url[1], url[2], dict(storage_options or {}))
     if storage_options:
         raise BadLocation(text, "storage_options are for URLs of other storages, this is local")
@@ -63,6 +64,14 @@ def open_tier(
     if not url[2].startswith("/"):
         raise BadLocation(text, "a file URL needs an absolute path: file:///...")
     return LocalTier(url[2], direct_io=direct_io)
+
+
+def is_remote(location: Location) -> bool:
+    """Tell whether this is a URL of another storage, to whose file system options are given."""
+    if not isinstance(location, (str, os.PathLike)):
+        return False  # a tier has its options already
+    url = _URL.fullmatch(os.fspath(location))
+    return url is not None and url[1].lower() not in ("file", "local")
 
 
 def _remote(protocol: str, rest: str, options: dict[str, Any]) -> RemoteTier:

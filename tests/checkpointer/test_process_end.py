@@ -119,6 +119,7 @@ for error in (None, errno.ENOSPC):
 """
 IMPATIENT = """
 held, end = ending, threading.Event()  # the save is never let go
+signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in what a shell has begun with &
 def press():
     begun.wait()
     end.wait()
