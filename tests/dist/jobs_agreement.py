@@ -388,8 +388,8 @@ def ranks_agree_beside_collectives(shared):
         shared / "agree_1",
         dist.get_rank(),
         at_least=20,
-        saves=30,
-        most_steps=2000,
+        saves=60,
+        most_steps=4000,
         collectives=True,
     )
 
@@ -415,8 +415,8 @@ def ranks_agree_without_collectives(shared):
         shared / "agree_2",
         dist.get_rank(),
         at_least=40,
-        saves=70,
-        most_steps=4000,
+        saves=140,
+        most_steps=8000,
         collectives=False,
     )
 
