@@ -74,7 +74,9 @@ def all_of(folder):
 
 
 @pytest.mark.parametrize("max_file_bytes", [5_000_000_000, 250_000, 1])
-@pytest.mark.parametrize("block_bytes", [32 << 20, 7_000, 1_500])
+@pytest.mark.parametrize(
+    "block_bytes", [32 << 20, 7_000, pytest.param(1_500, marks=pytest.mark.slow)]
+)
 def test_what_is_exported_is_what_safetensors_reads(
     tmp_path, monkeypatch, max_file_bytes, block_bytes
 ):

@@ -86,7 +86,8 @@ def test_an_item_whose_source_is_gone_is_an_error_that_names_it(cache, sources):
         list(DataLoader(dataset, batch_size=None, num_workers=1))
 
 
-@pytest.mark.parametrize("start", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+@pytest.mark.slow  # persistent workers take up to 5 s to end
+@pytest.mark.parametrize("start", ["fork", "spawn"])
 def test_two_workers_share_the_copies_of_two_epochs(cache, sources, start):
     loader = DataLoader(
         CachedFiles(sources, cache, digest_and_place),
